@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from fastclip.counts import NoisyCounts
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.fairness.given import (
     ALL,
@@ -23,6 +24,7 @@ from fastclip.fairness.given import (
 )
 from fastclip.fairness.measures import evaluation
 from fastclip.fairness.observed import Observed
+from fastclip.fairness.released import counted, query_of, rows_of
 
 COLUMNS = ("step", "epsilon", "part", "attribute", "group", "measure", "value", "private")
 TRAINING = "training"
@@ -47,9 +49,9 @@ class FairnessRecorder:
         classes: names of the classes, by their number.
         protected: the attribute whose groups `engine.set_groups` gets, for strategies of groups.
 
-    Guarantee: none. Evaluations and norms look at rows without noise; the column `private` is True
-    for what follows from the private run alone (thresholds, noise, epsilon). What is observed changes
-    nothing of the training.
+    Guarantee: that of `release` for what it writes; else none. Evaluations and norms look at rows
+    without noise; the column `private` is True for what follows from the private run alone (thresholds,
+    noise, epsilon) and from noisy counts. What is observed changes nothing of the training.
     """
 
     def __init__(
@@ -80,6 +82,11 @@ class FairnessRecorder:
             part: "test", "validation", "train" or a name of your own.
             epsilon: spent so far.
         """
+        if any(row["part"] == part and row["private"] for row in self._rows if part != TRAINING):
+            raise ArgumentError(
+                f"evaluate got part={part!r}, of which this table holds noisy counts that may be "
+                "published. Give it another name"
+            )
         if part == TRAINING:
             raise ArgumentError(
                 f"evaluate expects another name than {TRAINING!r}, which is that of observed steps, "
@@ -104,6 +111,62 @@ class FairnessRecorder:
         )  # fmt: skip
         for row in table.to_dict("records"):
             self._note(step, part, epsilon=epsilon, **row)
+
+    def release(
+        self, step: int, engine: Any, *, data: Any, noise_multiplier: float, predictions: Tensor,
+        labels: Tensor, groups: Mapping[str, Tensor], unit: str, unit_ids: Any = None,
+        per_group: int = 1, part: str = "released",
+    ) -> NoisyCounts:  # fmt: skip
+        """Measure one part of the data by one noisy count query, which may be published.
+
+        Formal guarantee: as of `engine.count`; what is written is post-processing of its answer. A unit
+        counts in one group of each attribute (in as many groups as there are attributes, those where it
+        has most samples).
+
+        Args:
+            step: real steps so far.
+            engine: whose ledger pays.
+            data, noise_multiplier, unit, per_group: as of `fastclip.counts.CountQuery`.
+            unit_ids: of each sample, [n], where unit is "unit".
+            part: a name that no evaluation without noise has. The rest: as of `evaluate`.
+
+        Returns:
+            The answer. The table gets rows, accuracy and its 95 % interval by group (`accuracy_low`,
+            `accuracy_high`), and with two classes the rates of class 1.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: as `evaluate` and `engine.count`; nothing is spent.
+            StepError: it cannot be recorded.
+        """
+        if not self.attributes:
+            raise ArgumentError(
+                "release needs groups. Give FairnessRecorder at least one attribute"
+            )
+        if part == TRAINING or any(
+            row["part"] == part and not row["private"] for row in self._rows
+        ):
+            raise ArgumentError(
+                f"release got part={part!r}, of which this table holds figures without noise. Give it "
+                "another name"
+            )
+        rows, given = len(labels), chosen("release", groups, self.attributes)
+        classes = _numbers("labels", labels, rows, len(self.classes))
+        found = _numbers("predictions", predictions, rows, len(self.classes))
+        members = {
+            name: _numbers(name, of_rows, rows, len(self.attributes[name]))
+            for name, of_rows in given.items()
+        }
+        query = query_of(
+            self.attributes, len(self.classes), data=data, noise_multiplier=noise_multiplier, unit=unit,
+            per_group=per_group,
+        )  # fmt: skip
+        masks, measures = counted(query, self.attributes, members, found, classes)
+        answer: NoisyCounts = engine.count(
+            query, groups=masks, measures=measures, unit_ids=unit_ids
+        )
+        for attribute, group, measure, value in rows_of(answer, self.attributes):
+            self._note(step, part, attribute, group, measure, value, private=True)
+        return answer
 
     def observe(self, optimizer: Any, groups: Mapping[str, Tensor]) -> None:
         """Norms of the last backward pass, before its `optimizer.step()`; see `Observed.add`."""

@@ -18,8 +18,10 @@ from fastclip.fairness.recorder import COLUMNS, TRAINING, FairnessRecorder
 OVERALL = ("accuracy", "macro_accuracy", "worst_class_accuracy", "loss_mean")
 TRAINED = "train"
 """The part that `FairnessRecorder.evaluate` calls so: the rows that trained."""
-RATES = ("rows", "accuracy", "loss_mean", "loss_sum", "selection_rate", "true_positive_rate",
-         "false_positive_rate")  # fmt: skip
+RATES = (
+    "rows", "accuracy", "accuracy_low", "accuracy_high", "loss_mean", "loss_sum", "selection_rate",
+    "true_positive_rate", "false_positive_rate",
+)  # fmt: skip
 
 
 def fairness_report(
@@ -76,8 +78,14 @@ def _evaluated(frame: pd.DataFrame, part: str) -> pd.DataFrame:
     return found.drop_duplicates(["step", "attribute", "group", "measure"], keep="last")
 
 
-def _looked_at(page: Page, part: str, what: str) -> None:
+def _looked_at(page: Page, frame: pd.DataFrame, part: str, what: str) -> None:
     """Says what may be published of figures about the rows of a part."""
+    if frame["private"].all():
+        page.note(
+            f"figures of {part!r} follow from noisy counts, whose cost is in the ledger: "
+            "engine.privacy_by_data_set says whom it protects and by how much.", "private",
+        )  # fmt: skip
+        return
     page.note(what, "not private" if part == TRAINED else "held out")
 
 
@@ -126,7 +134,7 @@ def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
     last = frame[frame["step"] == frame["step"].max()]
     page.heading("Groups at the end")
     _looked_at(
-        page, part,
+        page, frame, part,
         f"rows of {part!r} were looked at without noise: publishing these numbers tells something about "
         "each of these rows, by an amount that nothing here bounds.",
     )  # fmt: skip
@@ -134,7 +142,7 @@ def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
     page.table(everybody[["measure", "value"]], "Everybody")
     for attribute in _attributes(last):
         shown = (
-            RATES[:4] if attribute == CLASS else RATES
+            RATES[:6] if attribute == CLASS else RATES
         )  # of one class a rate says what accuracy does
         of = last[(last["attribute"] == attribute) & last["measure"].isin(shown)]
         wide = of.pivot(index="group", columns="measure", values="value")
@@ -142,12 +150,12 @@ def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
         page.table(wide.reset_index(), f"By {attribute}")
         gaps = [
             {"measure": name, "largest difference between groups": gap(wide[name].tolist())}
-            for name in wide.columns if name != "rows"
+            for name in wide.columns if name not in ("rows", "accuracy_low", "accuracy_high")
         ]  # fmt: skip
         page.table(pd.DataFrame(gaps), f"Differences by {attribute}")
     if frame["step"].nunique() > 1:
         page.heading("Groups over the steps")
-        _looked_at(page, part, f"rows of {part!r} without noise, as above.")
+        _looked_at(page, frame, part, f"rows of {part!r} without noise, as above.")
         for attribute in _attributes(frame):
             accuracies = _over_steps(frame, attribute, "accuracy")
             if accuracies:
@@ -161,7 +169,9 @@ def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
 
 def _impact(page: Page, ours: pd.DataFrame, plain: pd.DataFrame, part: str) -> None:
     page.heading("Cost of privacy by group")
-    _looked_at(page, part, f"rows of {part!r} without noise; the baseline is not private at all.")
+    _looked_at(
+        page, plain, part, f"rows of {part!r} without noise; the baseline is not private at all."
+    )
     both = [of[of["step"] == of["step"].max()] for of in (ours, plain)]
     for attribute in _attributes(ours):
         accuracies = []
