@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastclip import clipping, errors, losses
+    from fastclip import clipping, counts, errors, losses
     from fastclip.engine import FastPrivacyEngine
     from fastclip.layers import register_rule
     from fastclip.model.unwrapping import bare_state_dict, unwrap
@@ -27,6 +27,7 @@ __all__ = [
     "Planner",
     "bare_state_dict",
     "clipping",
+    "counts",
     "errors",
     "losses",
     "register_rule",

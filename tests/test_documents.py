@@ -44,9 +44,12 @@ def test_names_are_found() -> None:
 
 @pytest.mark.extras
 def test_what_the_page_on_fairness_shows(tmp_path: Path) -> None:
-    """Its loop as it is written; what its table lets be published is what is recorded as private."""
+    """Its loop as it is written; what its table lets be published is what is recorded as private.
+
+    Then its noisy counts, of which all is.
+    """
     page = (ROOT / "docs" / "fairness.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    block, release = re.findall(r"```python\n(.*?)```", page, re.S)
     torch.manual_seed(0)
     x, sex = torch.randn(32, 5), torch.arange(32) % 2
     y = (x[:, 0] > 0).long()
@@ -70,6 +73,14 @@ def test_what_the_page_on_fairness_shows(tmp_path: Path) -> None:
     observed = frame[frame["part"] == "training"]
     assert set(observed[observed["private"]]["measure"]) == public
     assert set(observed[~observed["private"]]["measure"]) == secret
+    exec(release, known)
+    frame = known["recorder"].frame()  # type: ignore[attr-defined]
+    assert frame[frame["part"] == "released"]["private"].all()
+    published = (tmp_path / "published.md").read_text()
+    assert "noisy counts" in published
+    assert "Gradients of each group" in (tmp_path / "report.md").read_text()
+    assert "Gradients of each group" not in published
+    assert [found.releases for found in engine.privacy_by_data_set(1e-5).lines[1:]] == [1]
 
 
 def names(cell: str) -> set[str]:

@@ -170,6 +170,27 @@ def with_canaries() -> Known:
     }  # fmt: skip
 
 
+def counted() -> Known:
+    """A private run, and data to count."""
+    known = private()
+    own = {
+        "train_sex": torch.arange(64) % 2, "train_age": torch.arange(64) + 40,
+        "train_right": torch.arange(64) % 3 > 0, "patient_of_row": torch.arange(64) // 2,
+    }  # fmt: skip
+    validation = {
+        "val_x": torch.randn(300, 6), "val_y": torch.randint(2, (300,)),
+        "val_sex": torch.arange(300) % 2,
+    }  # fmt: skip
+    return known | own | validation | {
+        "delta": 1e-3, "epochs": 3, "unwrap": fastclip.unwrap,
+    }  # fmt: skip
+
+
+def counted_by_patient() -> Known:
+    known = plain() | {name: value for name, value in counted().items() if "train" in name}
+    return known | {"patient_of_row": torch.arange(64) // 2}
+
+
 MANAGER = {"BatchMemoryManager": BatchMemoryManager}
 RANKS = None  # two of them: tests/parallel/pages.py
 SCENES: dict[str, list[Callable[[], Known] | None]] = {
@@ -184,6 +205,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
     ],
     "docs/clipping.md": [dict, lambda: private(torch.arange(64) % 2, clipping=clipping.dpsgd_f(2))],
     "docs/compile.md": [private, plain],
+    "docs/counts.md": [counted, counted_by_patient, counted, plain],
     "docs/cuda_graphs.md": [private],
     "docs/distributed.md": [RANKS, RANKS],
     "docs/federated.md": [federated, watched, dict],

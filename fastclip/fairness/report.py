@@ -28,7 +28,7 @@ def fairness_report(
     run: FairnessRecorder | pd.DataFrame, path: str | Path, *, title: str = "Fairness of this run",
     epsilon: float | None = None, delta: float | None = None,
     baseline: FairnessRecorder | pd.DataFrame | None = None, searched: TunedEpsilon | None = None,
-    part: str = "test",
+    part: str = "test", publish: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Write a page about one run.
 
@@ -40,6 +40,7 @@ def fairness_report(
         baseline: the same of a run without privacy, for the cost of privacy by group.
         searched: the cost of the search that chose this run, from `fastclip.accounting.hpo_epsilon`.
         part: the evaluated part that the tables show.
+        publish: leave out every figure that may not be published (by the column `private`).
 
     Returns:
         The files written.
@@ -51,7 +52,7 @@ def fairness_report(
     private run alone is covered by its epsilon; what looks at evaluation rows without noise is not
     covered by anything; what looks at training rows has no finite epsilon.
     """
-    frame = _table("run", run)
+    frame = _table("run", run, publish)
     page = Page(title)
     _budget(page, frame, epsilon, delta, searched)
     evaluated = _evaluated(frame, part)
@@ -63,7 +64,7 @@ def fairness_report(
     else:
         _evaluations(page, evaluated, part)
         if baseline is not None:
-            plain = _evaluated(_table("baseline", baseline), part)
+            plain = _evaluated(_table("baseline", baseline, publish), part)
             if plain.empty:
                 raise ArgumentError(f"baseline expects an evaluation of {part!r}, has none")
             _impact(page, evaluated, plain, part)
@@ -89,7 +90,7 @@ def _looked_at(page: Page, frame: pd.DataFrame, part: str, what: str) -> None:
     page.note(what, "not private" if part == TRAINED else "held out")
 
 
-def _table(name: str, run: FairnessRecorder | pd.DataFrame) -> pd.DataFrame:
+def _table(name: str, run: FairnessRecorder | pd.DataFrame, publish: bool) -> pd.DataFrame:
     frame = run.frame() if isinstance(run, FairnessRecorder) else run
     if not isinstance(frame, pd.DataFrame):
         raise ArgumentTypeError(
@@ -100,7 +101,7 @@ def _table(name: str, run: FairnessRecorder | pd.DataFrame) -> pd.DataFrame:
         raise ArgumentError(
             f"{name} expects the columns of FairnessRecorder.frame(), lacks {missing}"
         )
-    return frame
+    return frame[frame["private"].astype(bool)] if publish else frame
 
 
 def _budget(

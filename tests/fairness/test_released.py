@@ -106,6 +106,28 @@ def test_a_part_is_noisy_or_not() -> None:
     assert engine.accountant.lines["validation"].history == [(4.0, 1.0, 1)]
 
 
+def test_a_published_page_holds_nothing_else(tmp_path: Path) -> None:
+    seen = recorder()
+    seen.evaluate(1, losses=torch.zeros(N), **given())
+    seen._note(1, "training", "sex", "male", "norm_before", 0.123456)
+    fairness_report(seen, tmp_path / "page.html", publish=True)
+    assert "there are: none" in (tmp_path / "page.md").read_text()
+    seen.release(
+        1, FastPrivacyEngine(), data=VALIDATION, noise_multiplier=1.0, unit="row", **given()
+    )
+    baseline = recorder()
+    baseline.evaluate(1, losses=torch.zeros(N), part="released", **given())
+    with refused("baseline expects an evaluation"):
+        fairness_report(
+            seen, tmp_path / "page.html", part="released", publish=True, baseline=baseline
+        )
+    fairness_report(seen, tmp_path / "page.html", part="released", publish=True)
+    text = (tmp_path / "page.md").read_text()
+    assert "> **Not private" not in text
+    assert "0.1235" not in text
+    assert "there are" not in text
+
+
 def test_the_page_says_that_it_may_be_published(tmp_path: Path) -> None:
     seen, engine = recorder(), FastPrivacyEngine()
     for step in (1, 2):
