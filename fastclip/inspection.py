@@ -18,6 +18,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.checks import between, positive
+from fastclip.counts.lines import said_of_overlaps
 from fastclip.data.design import SamplingDesign
 from fastclip.data.recorded import Releases, planned_history
 from fastclip.data.sampling import draws_securely
@@ -247,7 +248,7 @@ class InspectedEngine(OpacusModes):
             epsilon=None if delta is None else self.get_epsilon(delta),
             planned_epsilon=epsilon(planned, delta, accountant) if delta and planned else None,
             secure=secure, insecure=insecure,
-            trusted=tuple(trusted(design, hidden)),
+            trusted=(*trusted(design, hidden), *said_of_overlaps(self.accountant)),
         )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:

@@ -82,6 +82,19 @@ def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
     return PrivacyByDataSet(tuple(found))
 
 
+def said_of_overlaps(ledger: Ledger) -> tuple[str, ...]:
+    """What the lines take on faith, in words."""
+    found = [f"epsilon holds for the people of {name!r}, too, said to overlap the training set"
+             for name in sorted(ledger.protected.data)]  # fmt: skip
+    apart = sorted({name for line in ledger.lines.values() for name in line.protected.data})
+    if apart:
+        found.append(
+            f"nobody of {', '.join(map(repr, apart))} is in the training set; what they have spent is "
+            "in lines of their own (engine.privacy_by_data_set)"
+        )
+    return tuple(found)
+
+
 def _line(ledger: Ledger, first: tuple[str, ...], delta: float) -> Line:
     whom = ledger.protected
     return Line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 import subprocess
@@ -22,12 +23,20 @@ from fastclip import FastPrivacyEngine
 from fastclip.accounting import epsilon
 from fastclip.accounting.numerical import gaussian_epsilon
 from fastclip.accounting.write_ahead import WriteAheadLog
-from fastclip.counts import TRAINING_SET, CountQuery, PrivateData, PublicData, accuracy_query
+from fastclip.counts import (
+    TRAINING_SET,
+    CountQuery,
+    PaidCounts,
+    PrivateData,
+    PublicData,
+    accuracy_query,
+)
 from fastclip.counts.release import noise_of_counts
 from fastclip.counts.tally import GRID
 from fastclip.errors import StepError
 from fastclip.noise import SecureNoise
 from tests.counts.runs import APART, DELTA, SAME, accuracy, predictions, trained
+from tests.noise.test_forks import in_a_fork
 from tests.refusal import refused
 
 ROUNDING = 1e-8
@@ -281,6 +290,12 @@ def test_an_error_costs_nothing() -> None:
 # Paid for first
 
 
+def none_left(paid: PaidCounts) -> None:
+    """Its parent draws what was paid for."""
+    with refused("Pay for more"):
+        paid.count(**predictions())
+
+
 def test_answers_that_are_paid_for() -> None:
     engine = FastPrivacyEngine()
     paid = engine.prepay(accuracy(TRAINING_SET, sigma=4.0), 3)
@@ -294,6 +309,8 @@ def test_answers_that_are_paid_for() -> None:
         paid.count(**predictions())
     assert engine.accountant.history == [(4.0, 1.0, 3)]
     more = engine.prepay(accuracy(APART), 2)
+    in_a_fork(lambda: none_left(more))
+    assert more.left == 2
     for twin in (copy.copy(more), copy.deepcopy(more), pickle.loads(pickle.dumps(more))):
         with refused("Pay for more"):
             twin.count(**predictions())
@@ -375,6 +392,31 @@ def test_a_checkpoint_keeps_every_line(tmp_path: Path) -> None:
     state["fastclip_lines"]["validation"]["history"] = []
     with refused("is damaged"):
         FastPrivacyEngine().accountant.load_state_dict(state)
+
+
+def test_a_state_by_way_of_json() -> None:
+    """As a Trainer saves it."""
+    engine, resumed = FastPrivacyEngine(), FastPrivacyEngine()
+    engine.count(accuracy(APART), **predictions())
+    engine.count(accuracy(PrivateData("test", overlap="training")), **predictions())
+    resumed.accountant.load_state_dict(json.loads(json.dumps(engine.accountant.state_dict())))
+    assert resumed.privacy_by_data_set(DELTA) == engine.privacy_by_data_set(DELTA)
+    state = engine.accountant.state_dict()
+    for data in ("test", [1], 3):
+        state["fastclip_protected"]["data"] = data
+        with refused("damaged"):
+            FastPrivacyEngine().accountant.load_state_dict(state)
+
+
+def test_the_mechanism_says_what_is_taken_on_faith() -> None:
+    engine = FastPrivacyEngine()
+    trained(engine, steps=1)
+    assert not any("overlap" in text for text in engine.mechanism().trusted)
+    engine.count(accuracy(APART), **predictions())
+    engine.count(accuracy(PrivateData("test", overlap="training")), **predictions())
+    first, second = engine.mechanism().trusted[-2:]
+    assert "'test', too, said to overlap" in first
+    assert second.startswith("nobody of 'validation' is in the training set")
 
 
 def test_a_checkpoint_is_written_to_the_file_of_who_loads_it(tmp_path: Path) -> None:
