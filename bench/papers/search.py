@@ -36,12 +36,14 @@ from bench.papers.running import SYNTHETIC, read
 from bench.papers.settings import Experiment
 from bench.papers.store import Store, write
 from bench.papers.training import Run, Trainer
+from fastclip import FastPrivacyEngine
 from fastclip.accounting import (
     TruncatedNegativeBinomial,
     TunedEpsilon,
     find_noise_multiplier,
     hpo_epsilon,
 )
+from fastclip.counts import CountQuery, PrivateData
 from fastclip.errors import ArgumentError
 
 LEARNING_RATES = tuple(np.logspace(0, 1, 10).tolist())
@@ -49,6 +51,7 @@ LOWER_BOUNDS = tuple(np.logspace(np.log10(0.001), np.log10(50), 20).tolist())
 """The grids of Zhao et al. 2025, Tables 3 and 4."""
 HELD_OUT = 0.2
 """Share of the training rows that become validation rows where a data set has none."""
+VALIDATION = PrivateData("validation", overlap=())
 _PRIVATE = random.SystemRandom()
 
 
@@ -205,7 +208,6 @@ def scored(
     frame = trainer.train(checkpoint, lambda epoch: bar.update(1 if epoch else 0))
     validation = _validation(data)
     _, found = trainer.outputs(validation)
-    right = int((found == validation.y).sum())
     last = frame[(frame["step"] == trainer.step) & (frame["part"] == "test")]
     measures = ("accuracy", "macro_accuracy", "worst_class_accuracy")
     overall = last[(last["attribute"] == "all") & last["measure"].isin(measures)]
@@ -213,8 +215,12 @@ def scored(
     weights = io.BytesIO()
     torch.save(trainer.network.state_dict(), weights)
     write(secret.model(trial), weights.getvalue())
-    # Drawn once, kept with it; whole, for the last bits of a sum of floats would tell the count.
-    trial["score"] = right + round(_PRIVATE.gauss(0.0, score_noise))
+    # Drawn once, kept with it. What all scores cost is the search's to say, so this ledger is dropped.
+    query = CountQuery(VALIDATION, ("all",), score_noise, "row", measures=("correct",))
+    answer = FastPrivacyEngine(secure_mode=True).count(
+        query, groups=torch.zeros_like(validation.y), measures={"correct": found == validation.y}
+    )
+    trial["score"] = round(answer.count("all", "correct"))
     secret.keep()
     checkpoint.unlink(missing_ok=True)
 
