@@ -257,8 +257,8 @@ class Ledger(Asked):
         merged = self._with(loaded)
         whom = self.protected.beside(protected_by(state_dict, joined(loaded)))
         lines = _lines_of(state_dict)
-        for name, spent in lines.items():  # all that may be refused is refused first
-            self.line(name).protected.beside(spent.protected)
+        for name in lines.keys() & self.lines.keys():  # all that may be refused is refused first
+            self.lines[name].protected.beside(lines[name].protected)
         self._catch_up(merged, whom)
         before = self.history
         try:  # whatever else an accountant of the user's own keeps

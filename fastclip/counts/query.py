@@ -91,8 +91,8 @@ def check_name(argument: str, name: object) -> None:
 class CountQuery:
     """One noisy answer: for each group and measure, how many samples (weighed by unit) have it.
 
-    All of it is public and fixed before the data is looked at: nothing here may follow from the data,
-    the names of the groups included.
+    All of it is public: nothing here may follow from the data, the names of the groups included, unless
+    it follows from what was released before.
 
     Formal guarantee: an answer is a Gaussian mechanism on all of the data set. Its noise has standard
     deviation `noise_multiplier * sensitivity`, the same for each count, and `sensitivity` is the largest
