@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastclip.accounting.history import epsilon, open_accountant
-from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.ledger import Ledger, lines_of
 from fastclip.accounting.protected import Protected, protected_by
 from fastclip.accounting.segments import KEY as NAMED
 from fastclip.accounting.segments import (
@@ -20,7 +20,7 @@ from fastclip.accounting.segments import (
     runs,
     union,
 )
-from fastclip.accounting.write_ahead import WriteAheadLog
+from fastclip.accounting.write_ahead import TRAINING, WriteAheadLog
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _PEOPLE = ("disjoint", "shared")
@@ -50,7 +50,8 @@ class FederatedLedger:
     all others are the same in both worlds). With people="shared" it is that of all clients' steps
     together (sequential composition), for neighbors that differ by one sample in the data of each
     client. Sampling of clients, and secure aggregation, are not counted: they could only lower it.
-    Nothing is known of steps that nobody has recorded.
+    Noisy counts of a client's other data sets (`engine.count`) count as steps on its data. Nothing is
+    known of steps that nobody has recorded.
 
     Args:
         people: "disjoint" if no person's data are held by two clients, "shared" if they may be. Only
@@ -124,7 +125,11 @@ class FederatedLedger:
                     "each engine."
                 )
             found = {f"{_RUN}{run}": joined(found)}
-        self.add(_name_of(client), found, protected_by(state, joined(found)))
+        whom = protected_by(state, joined(found))
+        for line, spent in lines_of(state).items():
+            found |= {_named(name, line): entries for name, entries in spent.segments.items()}
+            whom = whom.beside(spent.protected)
+        self.add(_name_of(client), found, whom)
 
     def watch(self, client: str | int, engine: Any) -> None:
         """From now on every step of an engine is counted, and in the file, before it is released.
@@ -261,14 +266,22 @@ class _ClientLog(WriteAheadLog):
     def held(self) -> bool:
         return self._ledger.held
 
-    def record(self, name: str, entries: Iterable[Entry], whom: Protected) -> None:
-        self._ledger.add_steps(self._client, name, entries, whom)
+    def record(
+        self, name: str, entries: Iterable[Entry], whom: Protected, line: str = TRAINING
+    ) -> None:
+        self._ledger.add_steps(self._client, _named(name, line), entries, whom)
 
-    def catch_up(self, segments: Segments, whom: Protected) -> None:
-        self._ledger.add(self._client, segments, whom)
+    def catch_up(self, segments: Segments, whom: Protected, line: str = TRAINING) -> None:
+        named = {_named(name, line): entries for name, entries in segments.items()}
+        self._ledger.add(self._client, named, whom)
 
     def close(self) -> None:
         """The ledger's file stays open for the other clients."""
+
+
+def _named(name: str, line: str) -> str:
+    """The name of steps on one of a client's data sets, which all count as its own."""
+    return name if line == TRAINING else f"{name} ({line})".replace(_SPLIT, "|")
 
 
 def _name_of(client: str | int) -> str:

@@ -256,7 +256,7 @@ class Ledger(Asked):
         loaded = read_segments(state_dict, self.mechanism(), "the accountant's state")
         merged = self._with(loaded)
         whom = self.protected.beside(protected_by(state_dict, joined(loaded)))
-        lines = _lines_of(state_dict)
+        lines = lines_of(state_dict)
         for name in lines.keys() & self.lines.keys():  # all that may be refused is refused first
             self.lines[name].protected.beside(lines[name].protected)
         self._catch_up(merged, whom)
@@ -332,7 +332,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     return ledger
 
 
-def _lines_of(state: Mapping[str, Any]) -> dict[str, Spent]:
+def lines_of(state: Mapping[str, Any]) -> dict[str, Spent]:
     """What a saved state says of other data sets.
 
     Raises:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.accounting import FederatedLedger, epsilon
 from fastclip.accounting.numerical import gaussian_epsilon
+from fastclip.counts import CountQuery, PrivateData
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.refusal import refused
 
@@ -274,3 +275,19 @@ def test_names_of_clients(name: str, tmp_path: Path) -> None:
         assert ledger.clients == [name]
         assert ledger.history(name) == [(1.0, 0.1, 1), (2.0, 0.5, 3)]
         assert ledger.get_epsilon(DELTA) == epsilon(ledger.history(name), DELTA)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_counts_of_a_client_s_other_data_count_as_its_own(watched: bool, tmp_path: Path) -> None:
+    """A file that is read again holds them, too."""
+    engine, path = FastPrivacyEngine(accountant="rdp"), tmp_path / "rounds.ledger"
+    query = CountQuery(PrivateData("validation", overlap=()), ("all",), 3.0, "row")
+    with FederatedLedger(people="disjoint", path=path, accountant="rdp") as ledger:
+        if watched:
+            ledger.watch("A", engine)
+        engine.count(query, groups=torch.zeros(40, dtype=torch.long))
+        if not watched:
+            ledger.record("A", engine.accountant.state_dict())
+        assert ledger.history("A") == [(3.0, 1.0, 1)]
+    with FederatedLedger(people="disjoint", path=path, accountant="rdp") as ledger:
+        assert ledger.history("A") == [(3.0, 1.0, 1)]
