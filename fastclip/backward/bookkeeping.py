@@ -279,11 +279,14 @@ class BookKeeper:
 
     def is_penalty(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         """Whether what autograd is about to add to `parameter.grad` comes of terms without data."""
-        known = parameter in self.names and self.caught is None and type(gradient) is Tensor
+        known = parameter in self.names and type(gradient) is Tensor
+        known &= self.caught is None and not self.paused
         with self.trace.aside(), torch.enable_grad(), Native():
             node = get_gradient_edge(parameter).node
         if not (known and takes_part(node)):
-            return False  # of a shard, of make_step, or what torch.autograd.grad was asked for
+            return (
+                False  # of a shard, make_step, a pause, or what torch.autograd.grad was asked for
+            )
         if self.trace.observing:
             losses = self.trace.losses_if_public(gradient)
             return losses is not None and self.penalties.allow(losses)

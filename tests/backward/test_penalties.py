@@ -287,3 +287,14 @@ def test_a_gradient_that_somebody_asks_for_is_refused() -> None:
     row_loss(private(rows())).mean().backward()
     with pytest.raises(ParameterLeakError):
         torch.autograd.grad(lasso(private, []), [*model.parameters()])
+
+
+def test_a_pause_brings_none() -> None:
+    model = net()
+    engine, private, optimizer, _ = make_private(model, batch_size=B)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (row_loss(private(rows())).mean() + lasso(private, [])).backward()
+        optimizer.step()
+    with engine.paused(), pytest.raises(ParameterLeakError):
+        lasso(private, []).backward()
