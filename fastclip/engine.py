@@ -102,7 +102,8 @@ class FastPrivacyEngine(SteppingEngine):
         grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
         sample_rate: float | None = None, expected_batch_size: float | None = None,
         max_batch_size: int | None = None, unit_ids: Any = None,
-        max_rows_per_unit: int | None = None, unit_reduction: str = "mean", model_loss: str = "own",
+        max_rows_per_unit: int | None = None, unit_reduction: str = "mean", views: int = 1,
+        model_loss: str = "own",
         **kwargs: Any,
     ) -> tuple:  # fmt: skip
         """Make model, optimizer and data loader private.
@@ -147,6 +148,9 @@ class FastPrivacyEngine(SteppingEngine):
                 `reduction`, by the mean over samples of each sample's mean over its counted labels;
                 a sample without any contributes 0. `num_items_in_batch` is ignored. Under
                 torch.no_grad, and after `cleanup()`, the loss is the model's own. "own": always.
+            views: K rows of the model's batch for each sample of the loader's, its views, next to each
+                other (x.repeat_interleave(K, 0)): their mean gradient is clipped once (arXiv 2204.13650,
+                section 3.2). All else, B and epsilon included, is said of samples, whatever K is.
 
         Returns:
             (model or handle, optimizer, data loader); with "ghost", (..., criterion, data loader).
@@ -173,9 +177,11 @@ class FastPrivacyEngine(SteppingEngine):
             check_coupling(criterion)
         validation.check_inner_step(optimizer)
         values = (sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit)
-        sampling: dict[str, Any] = dict(zip(SAMPLING, (*values, unit_reduction), strict=True))
+        asked_of_units = (*values, unit_reduction, views)
+        sampling: dict[str, Any] = dict(zip(SAMPLING, asked_of_units, strict=True))
         if grad_sample_mode not in FAST_MODES:
-            asked = [name for name in SAMPLING[:-1] if sampling[name] is not None]
+            asked = [name for name in SAMPLING[:-2] if sampling[name] is not None]
+            asked += ["views"] if views != 1 else []
             if asked:
                 raise ArgumentError(
                     f"grad_sample_mode={grad_sample_mode!r} draws rows as Opacus does, without "
@@ -241,7 +247,8 @@ class FastPrivacyEngine(SteppingEngine):
                     loss_reduction=loss_reduction, **kwargs,
                 )  # fmt: skip
         keeper.batch.accumulation_allowed, keeper.batch.draws = not poisson_sampling, making.draws
-        keeper.trace.listen(bare(model._module), making.draws)
+        keeper.batch.views = views
+        keeper.trace.listen(bare(model._module), making.draws, views)
         # what was released of a model that is gone without cleanup() is still part of the claim
         self._runs = [
             run for run in self._runs

@@ -136,6 +136,8 @@ class ClippingState:
                 "ids an int64 tensor [b], before each backward pass"
             )
         expected = rows if units is None else len(units)
+        if units is not None and len(groups) * units.views == expected:  # of samples, not of views
+            groups = groups.repeat_interleave(units.views)
         if len(groups) != expected:
             raise StepError(
                 f"engine.set_groups got {len(groups)} groups for a backward pass of {expected} rows; "

@@ -53,7 +53,9 @@ class LogicalBatch:
         self._fills = False
         """The next pass is over a placeholder row that stands for no draw."""
         self.next_units: UnitRows | None = None
-        """Which rows of the next pass are clipped as one; it is used up by that pass."""
+        """Which samples of the next pass are clipped as one; it is used up by that pass."""
+        self.views = 1
+        """Rows of the model's batch that are views of one sample, next to each other."""
 
     def signal(self, skip: bool) -> None:
         """The step of the physical batch that comes next only accumulates, or does not.
@@ -167,12 +169,28 @@ class LogicalBatch:
             return False
         self._found, self._begun = self._begun, None
         if self._found is None and self.draws is not None:
-            self._found = self.draws.find(rows)
+            self._found = self.draws.find(self._samples(rows))
         return self._found is None or self._found.draw.size > 0
 
     def in_hand(self) -> frozenset[int]:
         """The numbers of rows that the next pass may hold; none where the draws do not tell."""
-        return frozenset() if self.draws is None else self.draws.in_hand
+        samples = frozenset() if self.draws is None else self.draws.in_hand
+        return frozenset(n * self.views for n in samples)
+
+    def _samples(self, rows: int) -> int:
+        """Of how many samples so many rows are the views.
+
+        Raises:
+            BatchSizeError: of no whole number.
+        """
+        samples, rest = divmod(rows, self.views)
+        if rest:
+            raise BatchSizeError(
+                f"views={self.views} expects {self.views} rows for each sample in this backward pass, "
+                f"got {rows} rows, which is no multiple. Give the model every view of every sample, "
+                f"as x.repeat_interleave({self.views}, 0) lays them out"
+            )
+        return samples
 
     def unit_rows(self, rows: int) -> UnitRows | None:
         """Which of the `rows` rows of the pass that begins are clipped as one; None: each alone.
@@ -181,14 +199,17 @@ class LogicalBatch:
             StepError, BatchSizeError: they are not the rows that the data loader drew of those units.
         """
         units, self.next_units, self._begun = self.next_units, None, None
-        if units is None and self.draws is not None and not self._fills:
-            self._begun, units = self.draws.units_of(rows)
-        if units is not None and len(units) != rows:
+        if self._fills:
+            return units
+        samples = self._samples(rows)
+        if units is None and self.draws is not None:
+            self._begun, units = self.draws.units_of(samples, self.views)
+        if units is not None and len(units) != samples:
             raise BatchSizeError(
-                f"the units of {len(units)} rows are known, but the backward pass holds {rows}: the "
+                f"the units of {len(units)} rows are known, but the backward pass holds {samples}: the "
                 "model must see every row of the batch that the data loader handed out, in its order"
             )
-        return units
+        return units if units is None or self.views == 1 else units.of_views(self.views)
 
     def check_no_units(self) -> None:
         """Refuse units where gradients of single rows are clipped.
@@ -206,7 +227,7 @@ class LogicalBatch:
         """The pass has contributed, through `calls` calls of the model."""
         if self.draws is not None and not self._fills:
             if self._found is not None:
-                self.draws.use(self._found, rows, calls)
+                self.draws.use(self._found, rows // self.views, calls)
             elif not self.draws.watching:
                 self.draws.unknown.gathered += 1
         self._found, self._fills = None, False

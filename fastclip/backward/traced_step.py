@@ -38,6 +38,7 @@ from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.seeding import (
     as_given,
     check_input,
+    check_views,
     rows_of_input,
     seed_batch,
     seed_gradient,
@@ -142,8 +143,7 @@ class StepTrace:
         *, steps: int = _STEPS,
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left, self._traces = steps, bool(steps)
-        self._alone = steps
+        self.left, self._alone, self._traces = steps, steps, bool(steps)
         """How many steps on one sample are still traced: none shows whether samples meet."""
         self.log = TraceLog()
         self._memory, self._numbers = Memory(SHADOWS), Numbers()
@@ -170,12 +170,13 @@ class StepTrace:
 
     # What is traced
 
-    def listen(self, model: nn.Module, draws: Draws) -> None:
+    def listen(self, model: nn.Module, draws: Draws, views: int = 1) -> None:
         """Hear of the batches that iterators of data loaders hand out, until the traced steps are over.
 
         Args:
-            model: whose tensors are constants. draws: of the private loader.
+            model: whose tensors are constants. draws: of the private loader. views: of each sample.
         """
+        self._memory.views = views
         if not self.left:
             return
         self._constants = [weakref.ref(x) for x in _tensors_in(model)]
@@ -280,7 +281,7 @@ class StepTrace:
             )
             if step.rows is not None:
                 step.tracer.memory.present = present = step.rows.unique().long().cpu()
-                if present.numel() < len(step.rows):
+                if self._memory.views == 1 and present.numel() < len(step.rows):
                     step.tracer.report.add("repeated", None, "the model's input")
 
     @staticmethod
@@ -580,6 +581,7 @@ class StepTrace:
         try:
             with step.tracer.aside():
                 step.law.end_step(step.reached)
+                check_views(step.tracer, step.rows, batch_size)
                 whole = [
                     x for x in running_losses() if not x.dim() and not is_output(x, step.outputs)
                 ]

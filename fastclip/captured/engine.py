@@ -41,7 +41,7 @@ class SteppingEngine(InspectedEngine):
             physical_batch: rows that are run at once. A larger batch is run in parts, which one
                 `optimizer.step()` releases; in a graph a smaller one is filled up with placeholder
                 rows, which contribute nothing. None: the expected batch, for Poisson sampling with
-                three standard deviations of its size, up to a multiple of 8.
+                three standard deviations of its size, up to a multiple of 8; times `views`.
             cuda_graph: replay the device's work of a pass as CUDA graphs (docs/cuda_graphs.md); on a
                 CPU it runs as it is, and says so once.
             compile: let inductor compile forward pass, loss, backward pass, norms and clipped sums
@@ -90,4 +90,4 @@ def _usual_rows(keeper: BookKeeper) -> int:
         )
     draws = keeper.batch.draws
     margin = 3 * math.sqrt(expected) if draws is None or draws.independent else 0.0
-    return 8 * math.ceil((expected + margin) / 8)
+    return 8 * math.ceil((expected + margin) * keeper.batch.views / 8)

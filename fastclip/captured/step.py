@@ -138,6 +138,11 @@ class Step:
                 "optimizer.step() after several batches"
             )
         units = batch.next_units is not None or (batch.draws is not None and batch.draws.by_units)
+        if batch.views > 1 and (len(parts) > 1 or self._graphs or self._compiles):
+            raise StepError(
+                f"make_step with views={batch.views} neither captures nor splits a batch, here of "
+                f"{rows} rows. Omit cuda_graph and compile, and let physical_batch hold every draw"
+            )
         if units and (len(parts) > 1 or self._graphs or self._compiles):
             raise StepError(
                 "rows are clipped by units (unit_ids), whose number moves from batch to batch, which a "

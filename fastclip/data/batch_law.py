@@ -131,7 +131,8 @@ class Fault:
     """How a batch breaks the law.
 
     Args:
-        kind: "repeats", "mixes", "axis" (samples lie along axis 1 alone) or "order".
+        kind: "repeats", "mixes", "axis" (samples lie along axis 1 alone), "order" or "views" (adjacent
+            positions that should be of one sample hold several).
         samples: numbers of those that are concerned, as they were drawn. leaf: where it shows.
     """
 
@@ -146,10 +147,13 @@ class Law:
     Args:
         samples: how many were collated. batch_first: they lie along axis 0; else along axis 0 or 1.
         ordered: position i must hold sample i.
+        views: so many adjacent positions may hold each sample.
     """
 
-    def __init__(self, samples: int, *, batch_first: bool = True, ordered: bool = False) -> None:
-        self.samples, self.ordered = samples, ordered
+    def __init__(
+        self, samples: int, *, batch_first: bool = True, ordered: bool = False, views: int = 1
+    ) -> None:
+        self.samples, self.ordered, self.views = samples, ordered, views
         self.axes = (0,) if batch_first else (0, 1)
 
     def fault(self, root: Node) -> Fault | None:
@@ -205,11 +209,11 @@ class Law:
             return Fault("mixes" if mixed else "repeats", own, leaf)
         faults = []
         for axis in self.axes[: len(leaf.shape)]:
-            along = self._along(leaf, axis)
-            found = _fault_along(along, leaf)
+            along, found = self._joined(self._along(leaf, axis), leaf)
+            found = found or _fault_along(along, leaf)
             if found is None:
                 one = {place: s for place, s in enumerate(along.tolist()) if s >= 0}
-                found = self._place(one, leaf.shape[axis], leaf)
+                found = self._place(one, len(along), leaf)
             if found is None:
                 return None
             faults.append(found)
@@ -217,6 +221,18 @@ class Law:
         if other and leaf.shape[1] > 1 and _fault_along(self._along(leaf, 1), leaf) is None:
             return Fault("axis", own, leaf)
         return next((f for f in faults if f.kind == "repeats"), faults[0])
+
+    def _joined(self, along: Tensor, leaf: Leaf) -> tuple[Tensor, Fault | None]:
+        """The sample of each run of views, if the axis holds views."""
+        if self.views == 1 or len(along) != self.samples * self.views:
+            return along, None
+        runs = along.reshape(self.samples, self.views)
+        first, known = runs.amax(1), runs >= 0
+        unlike = ((runs != first[:, None]) & known).any(1)
+        if not bool(unlike.any()) or bool((first >= at.SEVERAL).any()):
+            return first, None
+        run = runs[unlike][0]
+        return first, Fault("views", tuple(run[run >= 0].unique().tolist()), leaf)
 
     @staticmethod
     def _along(leaf: Leaf, axis: int) -> Tensor:

@@ -47,6 +47,7 @@ class CheckedCollate:
     Args:
         collate: the user's function. batch_first: samples lie along axis 0; else along axis 0 or 1.
         ordered: sample i must be at position i.
+        views: so many adjacent positions may hold each sample.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class CheckedCollate:
         *,
         batch_first: bool = True,
         ordered: bool = False,
+        views: int = 1,
     ) -> None:
         self.collate, self.batch_first, self.ordered = collate, batch_first, ordered
+        self.views = views
         self._start()
 
     def _start(self) -> None:
@@ -67,8 +70,13 @@ class CheckedCollate:
         self._undecided = 0
         self._busy = threading.Lock()
 
+    @property
+    def _asked(self) -> dict[str, Any]:
+        names = ("batch_first", "ordered", "views")
+        return {name: getattr(self, name) for name in names}
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("collate", "batch_first", "ordered")}
+        return {"collate": self.collate, **self._asked}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -88,15 +96,14 @@ class CheckedCollate:
         if not isinstance(items, list) or not items:
             return self.collate(items)
         if not self._busy.acquire(blocking=False):  # another thread's call, or one inside this one
-            again = CheckedCollate(self.collate, batch_first=self.batch_first, ordered=self.ordered)
-            return again._checked(items)
+            return CheckedCollate(self.collate, **self._asked)._checked(items)
         try:
             return self._checked(items)
         finally:
             self._busy.release()
 
     def _checked(self, items: list[Any]) -> Any:
-        law = Law(len(items), batch_first=self.batch_first, ordered=self.ordered)
+        law = Law(len(items), **self._asked)
         kept = [rebuilt(item, lambda leaf: leaf, fresh=True) for item in items]
         random = Repeatable(self.collate)
         if not self._untraced and any(True for item in items for _ in tensors_of(item)):
@@ -179,6 +186,12 @@ class CheckedCollate:
                 f"{name} repeats {one} of its batch{at}{where}, so it contributes more often than "
                 "epsilon states. Return each sample at one position of the batch axis"
             )
+        if fault.kind == "views":
+            return BatchSizeError(
+                f"{name} lays out views of several samples{at}{where} where views={self.views} expects "
+                "those of one, so they would be clipped as one. Put the views of each sample next to "
+                "each other, as torch.stack(views, 1).flatten(0, 1) does"
+            )
         if fault.kind == "mixes":
             return BatchSizeError(
                 f"{name} mixes samples{f' {which}' if which else ''} of its batch{at}{where}, so "
@@ -201,13 +214,15 @@ class CheckedCollate:
         )
 
 
-def checked_collate(collate: Any, *, batch_first: bool = True, ordered: bool = False) -> Any:
+def checked_collate(
+    collate: Any, *, batch_first: bool = True, ordered: bool = False, views: int = 1
+) -> Any:
     """A collate function that checks its batches; one that is known, or that does, is unchanged."""
     if collate is None or collate is default_collate or isinstance(collate, CheckedCollate):
         return collate
     if isinstance(getattr(collate, "checked", None), CheckedCollate):  # of a Poisson loader
         return collate
-    return CheckedCollate(collate, batch_first=batch_first, ordered=ordered)
+    return CheckedCollate(collate, batch_first=batch_first, ordered=ordered, views=views)
 
 
 def plain_collate(collate: Any) -> Any:

@@ -207,8 +207,11 @@ class Draws:
             self._locked = EMPTY
             raise StepError(EMPTY)
 
-    def units_of(self, rows: int) -> tuple[PhysicalBatch | None, UnitRows | None]:
+    def units_of(self, rows: int, views: int = 1) -> tuple[PhysicalBatch | None, UnitRows | None]:
         """The batch of a backward pass, and whose its rows are; None where single rows are drawn.
+
+        Args:
+            rows: without their views. views: of each in the model's batch.
 
         Raises:
             StepError, BatchSizeError: as `find`, or it cannot be told whose they are.
@@ -218,7 +221,8 @@ class Draws:
             return None, None
         again = batch.number is not None and batch in self._used
         others = self._passed.beside(self._out(), batch)
-        return batch, unit_rows(batch, others, rows, self.physical_rows, again=again)
+        found = unit_rows(batch, others, rows, self.physical_rows, again=again, views=views)
+        return batch, found
 
     def use(self, batch: PhysicalBatch, rows: int, calls: int = 1) -> bool:
         """`rows` rows of `batch` contribute; False if it is an empty draw, so that none may.

@@ -41,10 +41,10 @@ class EmptyBatches(CollateFnWithEmpty):
 
     Args:
         of: what Opacus has put around the user's collate function. ordered: sample i of a batch must be
-            the i-th drawn.
+            the i-th drawn. views: rows that the user's function may make of each sample.
     """
 
-    def __init__(self, of: CollateFnWithEmpty, *, ordered: bool = False) -> None:
+    def __init__(self, of: CollateFnWithEmpty, *, ordered: bool = False, views: int = 1) -> None:
         super().__init__(
             of.wrapped_collator_fn,
             of.batch_first,
@@ -53,8 +53,9 @@ class EmptyBatches(CollateFnWithEmpty):
             of.dtypes,
         )
         self.checked = checked_collate(
-            of.wrapped_collator_fn, batch_first=of.batch_first, ordered=ordered
+            of.wrapped_collator_fn, batch_first=of.batch_first, ordered=ordered, views=views
         )
+        self.views = views
         self.known = False
         self.refusal: str | None = None
         """Why no empty batch can be made."""
@@ -110,14 +111,21 @@ class EmptyBatches(CollateFnWithEmpty):
         if isinstance(batch, Tensor):
             shape = list(batch.shape)
             if shape:
-                shape[0 if self.batch_first or len(shape) == 1 else 1] = int(self.rand_on_empty)
+                axis = 0 if self.batch_first or len(shape) == 1 else 1
+                shape[axis] = self._placeholders(shape[axis], rows)
             return torch.ones(shape, dtype=batch.dtype, device=batch.device)
         if isinstance(batch, np.ndarray):
-            shape = [int(self.rand_on_empty), *batch.shape[1:]] if batch.ndim else []
+            shape = list(batch.shape)
+            shape[:1] = [self._placeholders(n, rows) for n in shape[:1]]
             return np.ones(shape, dtype=batch.dtype)
-        if isinstance(batch, (list, tuple)) and _of_rows(batch, rows, longer):
-            return type(batch)([_ones(batch[0])] if self.rand_on_empty else [])
+        if isinstance(batch, (list, tuple)) and _of_rows(batch, rows, longer, self.views):
+            return type(batch)([_ones(batch[0])] * self._placeholders(len(batch), rows))
         return _rebuilt(batch, longer, lambda part, other: self._empty(part, rows, other))
+
+    def _placeholders(self, length: int, rows: int) -> int:
+        """Rows of an empty batch, where those of `rows` samples have this length."""
+        each = self.views if length == rows * self.views else 1
+        return each if self.rand_on_empty else 0
 
 
 def draws_none(sampler: Any) -> bool:
@@ -131,12 +139,12 @@ class _CannotError(Exception):
     """The name of a type of which nothing empty can be made."""
 
 
-def _of_rows(batch: Any, rows: int, longer: Any) -> bool:
-    """Whether a list has an entry for each row."""
-    if len(batch) != rows or hasattr(batch, "_fields"):
+def _of_rows(batch: Any, rows: int, longer: Any, views: int) -> bool:
+    """Whether a list has an entry for each row, or for each view of it."""
+    if len(batch) not in (rows, rows * views) or hasattr(batch, "_fields"):
         return False
     if longer is not None:
-        return bool(len(longer) == rows + 1)
+        return bool(len(longer) * rows == (rows + 1) * len(batch))
     return all(isinstance(entry, _PLAIN) for entry in batch)
 
 

@@ -58,6 +58,7 @@ class Request:
         max_batch_size: draws of more units are cut to a random subset of this size.
         unit_ids: whose each row is (`unit_numbers`). max_rows_per_unit: of a unit, in one draw.
         unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows'.
+        views: rows of the model's batch for each row that is drawn.
     """
 
     sample_rate: float | None = None
@@ -66,6 +67,7 @@ class Request:
     unit_ids: Any = None
     max_rows_per_unit: int | None = None
     unit_reduction: str = "mean"
+    views: int = 1
 
     def checked(self, poisson_sampling: bool) -> Request:
         """The same, in Python's own numbers.
@@ -79,7 +81,7 @@ class Request:
             given["sample_rate"] = between("sample_rate", self.sample_rate, 0, 1, closed=True)
         if self.expected_batch_size is not None:
             given["expected_batch_size"] = positive("expected_batch_size", self.expected_batch_size)
-        for name in ("max_batch_size", "max_rows_per_unit"):
+        for name in ("max_batch_size", "max_rows_per_unit", "views"):
             if getattr(self, name) is not None:
                 given[name] = whole(name, getattr(self, name), 1)
         if self.unit_reduction not in ("mean", "sum"):
@@ -95,6 +97,11 @@ class Request:
                         f"{name} needs poisson_sampling=True, which draws every unit independently; "
                         f"pass that, or omit {name}"
                     )
+            if self.views != 1:
+                raise ArgumentError(
+                    f"views={self.views} needs poisson_sampling=True, whose sampler says how many "
+                    "samples a batch has; pass that, or omit views"
+                )
         return replace(self, **given)
 
 
@@ -113,6 +120,8 @@ class Plan:
     """The unit of each row of the data set, int64, -1 for rows that are not drawn."""
     ranks: Ranks | None = None
     """Who draws the other rows, or units; each draws every `ranks.count`-th."""
+    views: int = 1
+    """Rows of the model's batch for each that is drawn."""
 
     @property
     def first_row(self) -> int:
@@ -137,6 +146,7 @@ class Plan:
         return {
             "rows that may be drawn, in one order": digest([] if rows is None else [rows]),
             "unit_ids": digest([] if self.unit is None else [self.unit]),
+            "views": str(self.views),
         }
 
     def shared(self, ranks: Ranks | None) -> Plan:
@@ -171,6 +181,19 @@ class Plan:
             self, choice=replace(choice, rows=ranks.share(rows), rates=rates), ranks=ranks
         )
 
+    def _units(self) -> Tensor:
+        """`unit`; where single rows are drawn, each that may be drawn is one of its own."""
+        assert self.choice is not None
+        if self.unit is not None:
+            return self.unit
+        rows = self.choice.rows
+        n = self.design.units if rows is None else len(rows)
+        own = torch.arange(n, dtype=torch.int64, device="cpu")
+        if rows is None:
+            return own
+        none = torch.full((int(rows.max()) + 1,), -1, dtype=torch.int64, device="cpu")
+        return none.index_copy_(0, rows, own)
+
     def sampler(self, generator: Any) -> PoissonSampler:
         """The batch sampler of this design.
 
@@ -186,13 +209,15 @@ class Plan:
             "generator": generator,
             "max_batch_size": design.max_batch_size,
         }  # fmt: skip
-        if self.unit is not None:
+        rates = design.rates if self.ranks is None else choice.rates
+        unit = self.unit if self.views == 1 else self._units()
+        if unit is not None:
             sampler: PoissonSampler = UnitSampler(
-                self.unit, max_rows_per_unit=design.max_rows_per_unit,
-                reduction=str(design.unit_reduction), **shared,
+                unit, rates=rates, max_rows_per_unit=design.max_rows_per_unit,
+                reduction=design.unit_reduction or "mean", **shared,
             )  # fmt: skip
         else:
-            rows, rates = choice.rows, design.rates if self.ranks is None else choice.rates
+            rows = choice.rows
             n = design.units if self.ranks is None or rows is None else len(rows)
             sampler = PoissonSampler(num_samples=n, rows=rows, rates=rates, **shared)
             sampler.shared = self.ranks is not None
@@ -215,7 +240,8 @@ def plan_sampling(
         return Plan(_of_its_own(data_loader, request, secure))
     choice = check_poisson(data_loader, distributed)
     if choice.weights is not None or choice.rates is not None:
-        return Plan(_weighted(data_loader, request, choice, secure), choice)
+        weighted = _weighted(data_loader, request, choice, secure)
+        return Plan(weighted, choice, views=request.views)
     unit = None
     n = rows = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
     if request.unit_ids is not None:
@@ -244,7 +270,7 @@ def plan_sampling(
             max_rows_per_unit=request.max_rows_per_unit,
             unit_reduction=None if unit is None else request.unit_reduction, secure=secure,
         ),
-        choice, unit,
+        choice, unit, views=request.views,
     )  # fmt: skip
 
 
@@ -269,7 +295,7 @@ def poisson_loader(
         made, loader.dataset, batch_sampler=plan.sampler(loader.generator),
         collate_fn=EmptyBatches(
             CollateFnWithEmpty(plain_collate(loader.collate_fn), batch_first, rand_on_empty),
-            ordered=plan.unit is not None,
+            ordered=plan.unit is not None, views=plan.views,
         ),
         **{name: getattr(loader, name) for name in kept},
     )  # fmt: skip

@@ -62,8 +62,8 @@ TOO_MANY = (
     "expected at most {left} samples in this backward pass, for the data loader drew {drawn} rows "
     "({used} of them have contributed to this step), got {rows}: a row of the data set must stay one "
     "row of the batch, for each is clipped as one. Use each batch once, and let neither the data set "
-    "nor collate_fn make several rows of one (average the losses of its views inside the model's row "
-    "instead); where tensors of one batch are joined for one call (torch.cat), call the model once for "
+    "nor collate_fn make several rows of one (views=K of make_private is for K views of each sample); "
+    "where tensors of one batch are joined for one call (torch.cat), call the model once for "
     "each, or let its forward join them"
 )
 ONE_PASS = (

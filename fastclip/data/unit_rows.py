@@ -58,8 +58,9 @@ class PassedOver:
 
 
 def unit_rows(
-    batch: PhysicalBatch, out: Sequence[PhysicalBatch], rows: int, most: int | None, *, again: bool
-) -> UnitRows:
+    batch: PhysicalBatch, out: Sequence[PhysicalBatch], rows: int, most: int | None, *, again: bool,
+    views: int = 1,
+) -> UnitRows:  # fmt: skip
     """Whose the `rows` rows of a backward pass over `batch` are.
 
     Args:
@@ -68,6 +69,7 @@ def unit_rows(
             them may be the one.
         most: rows of the physical batches into which the loop cuts a draw; None: it does not.
         again: the batch has had its pass.
+        views: of each row, in the model's batch.
 
     Raises:
         BatchSizeError: other rows than were drawn. StepError: it may be another batch.
@@ -82,6 +84,12 @@ def unit_rows(
         return UnitRows(torch.zeros(rows, dtype=torch.int64, device="cpu"), 0, 0, units.reduction)
     part = _next_part(batch, most)
     owners = units.rows_of(part)
+    if views > 1 and (again or rows != len(part)):
+        raise BatchSizeError(
+            f"views={views} expects {views} rows for each of the {0 if again else len(part)} samples "
+            f"that the loader drew, got {views * rows} rows. Give the model every view of every sample "
+            "in one call, and each batch once (BatchMemoryManager splits large batches)"
+        )
     if owners is None or again or rows != len(part):
         raise BatchSizeError(
             f"expected all {0 if again else len(part)} rows that the loader drew of its units, each "

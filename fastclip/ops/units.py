@@ -33,6 +33,7 @@ class UnitRows:
         count: units in the batch; every one has a row. 0: the rows are placeholders of an empty draw.
         largest: rows of the largest unit.
         reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
+        views: so many of the rows are views of one sample, whose gradient is their mean.
 
     Raises:
         ArgumentError, ArgumentTypeError: they do not fit each other (on a GPU, which would have to be
@@ -43,6 +44,7 @@ class UnitRows:
     count: int
     largest: int
     reduction: str = "mean"
+    views: int = 1
 
     def __post_init__(self) -> None:
         owner = self.owner
@@ -106,8 +108,11 @@ class UnitRows:
 
     def weights(self, device: torch.device) -> Tensor | None:
         """What a unit's sum is multiplied by to be its gradient, float64 [u]; None for 1."""
-        if self.reduction == "sum" or not self.joined:
+        if not self.joined:
             return None
+        if self.reduction == "sum":
+            one = torch.full((self.count,), 1 / self.views, dtype=torch.float64, device=device)
+            return None if self.views == 1 else one
         return self.counted(device).to(torch.float64).reciprocal()
 
     def unknown(self, device: torch.device) -> Tensor | None:
@@ -133,6 +138,11 @@ class UnitRows:
         """Rows [b, ...] added up for every unit, [u, ...], in the accumulation type."""
         x = widen(x)
         return x.new_zeros(self.count, *x.shape[1:]).index_add_(0, self.on(x.device), x)
+
+    def of_views(self, views: int) -> UnitRows:
+        """The same units in a batch that holds so many views of each sample, next to each other."""
+        owner = self.owner.repeat_interleave(views)
+        return replace(self, owner=owner, largest=self.largest * views, views=views)
 
     def owners_of(self, rows: Tensor) -> Tensor:
         """The unit of each of these rows, int64; -1 for -1, nobody's."""

@@ -153,9 +153,31 @@ def _of_packed(packed: PackedSequence) -> Tensor:
     return torch.cat(rows).to(at.KIND).view([-1] + [1] * (packed.data.dim() - 1))
 
 
+def check_views(tracer: Tracer, rows: Tensor | None, batch: int) -> None:
+    """Report if adjacent rows of the model's input that are clipped as views of one sample are of
+    several, or if a sample has such rows at several places.
+
+    Args:
+        rows: as of `rows_of_input`. batch: their number.
+    """
+    samples, views = tracer.memory.samples, tracer.memory.views
+    if views == 1:
+        return
+    if samples == batch:  # the loader's batch holds the views: its row i is of sample i // views
+        own = torch.arange(batch, device="cpu") if rows is None else rows
+        own = own.div(views, rounding_mode="floor")
+    elif rows is None or samples * views != batch or len(rows) != batch:
+        return
+    else:
+        own = rows
+    runs = own.reshape(-1, views)
+    if bool((runs != runs[:, :1]).any()) or runs[:, 0].unique().numel() < len(runs):
+        tracer.report.add("views", None, "the model's input")
+
+
 def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) -> bool:
     """A loader's batch: sample i lies at position i of each tensor, or is entry i of each list, that is
-    as long as the batch.
+    as long as the batch; or its views lie in a tensor that is so many times as long.
     """
     leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
     sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
@@ -164,12 +186,16 @@ def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) ->
         return False
     likely = [n for n in sizes if n in drawn] or [len(held) for held in lists] or sizes
     samples = max(set(likely), key=likely.count)
+    views = tracer.memory.views
+    if samples not in drawn and samples // views in sizes and not samples % views:
+        samples //= views
     tracer.memory.samples = max(tracer.memory.samples, samples)
     for held in lists:
         if len(held) == samples and not any(x.shape[:1] == (samples,) for x in tensors_of(held)):
             seed_entries(tracer, held)
     for x in leaves:
         found = _samples_axis(x, samples, axis)
+        found = _samples_axis(x, samples * views, axis) if found is None else found
         if found is not None and not tracer.memory.is_given(x):
             tracer.seed(x, found)
     return True

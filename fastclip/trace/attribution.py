@@ -28,11 +28,10 @@ def everywhere(value: int, dims: int) -> Tensor:
     return torch.full([1] * dims, value, dtype=KIND, device="cpu")
 
 
-def along(size: int, axis: int, dims: int) -> Tensor:
-    """Sample i at position i of one axis."""
-    return torch.arange(size, dtype=KIND, device="cpu").view(
-        [-1 if k == axis else 1 for k in range(dims)]
-    )
+def along(size: int, axis: int, dims: int, each: int = 1) -> Tensor:
+    """Sample i at position i of one axis, or at `each` positions from i * `each` on."""
+    samples = torch.arange(size, dtype=KIND, device="cpu").repeat_interleave(each)
+    return samples.view([-1 if k == axis else 1 for k in range(dims)])
 
 
 def compressed(found: Tensor) -> Tensor:

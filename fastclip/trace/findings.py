@@ -155,7 +155,7 @@ class Finding:
 
     Args:
         kind: "forward", "gradient", "order", "unseen", "factor", "factors", "repeated", "calls",
-            "read", "input" or "outside".
+            "views", "read", "input" or "outside".
         use: the layer or function whose parameter's gradient it concerns.
     """
 
@@ -192,6 +192,12 @@ class Finding:
             return (
                 "The batch that your loop gives the model holds a sample at several positions, so it "
                 "contributes several times. Give the model each sample of the loader's batch once."
+            )
+        if self.kind == "views":
+            return (
+                "The batch that your loop gives the model has views of several samples where views=K "
+                "expects those of one, so they would be clipped as one. Put the K views of each sample "
+                "next to each other: x.repeat_interleave(K, 0), or torch.stack(views, 1).flatten(0, 1)."
             )
         if self.kind == "input":
             word = "may mix" if BY_PYTHON in what else "mixes"

@@ -256,6 +256,8 @@ class Memory:
         """Numbers of the samples that the model is called with; None: all."""
         self.lengths_read = False
         """Python knows how long samples are, so parts of the batch may be chosen by it."""
+        self.views = 1
+        """Positions of each sample in what is so many times as long as the batch."""
         self._records: dict[int, Record] = {}
         self._given: dict[int, dict[Hashable, tuple[StorageWeakRef, int, int]]] = {}
         """Memory that samples of this step were seeded in: where they begin there, and its version."""
@@ -268,6 +270,15 @@ class Memory:
         """States of generators that this step has drawn from."""
         self.drawn_before: Collection[int] = ()
         """The same of the step before."""
+
+    def axis_of(self, x: torch.Tensor) -> int | None:
+        """The first axis that is as long as the batch, without views or with them."""
+        sizes = self.samples, self.samples * self.views
+        return next((a for a, n in enumerate(x.shape) if n in sizes and x.stride(a)), None)
+
+    def each_at(self, size: int) -> int:
+        """Positions of each sample along an axis of this length that the samples lie along."""
+        return self.views if self.samples and size == self.samples * self.views else 1
 
     def drew_again(self, generator: torch.Generator | None, state: int) -> bool:
         """What was drawn since this state of the generator are the numbers of the step before.

@@ -243,10 +243,11 @@ class Tracer(TorchDispatchMode):
     # Shadows
 
     def seed(self, x: Tensor, axis: int = 0) -> None:
-        """Sample i lies at position i of this axis."""
-        self.memory.samples = max(self.memory.samples, x.shape[axis])
+        """Sample i lies at position i of this axis, or its views lie from i * `views` on."""
+        each = self.memory.each_at(x.shape[axis])
+        self.memory.samples = max(self.memory.samples, x.shape[axis] // each)
         self.python.extents.add(x.numel())
-        found = at.along(x.shape[axis], axis, x.dim())
+        found = at.along(x.shape[axis] // each, axis, x.dim(), each)
         again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
         self.same_samples = self.same_samples is not False and again
 
@@ -696,5 +697,4 @@ class Tracer(TorchDispatchMode):
 
     def _samples_axis(self, x: Tensor) -> int | None:
         """The first axis that is as long as the batch."""
-        samples = self.memory.samples
-        return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
+        return self.memory.axis_of(x)
