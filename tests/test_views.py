@@ -245,6 +245,78 @@ def test_rows_of_a_collate_function_in_another_order() -> None:
                     loss.backward()
 
 
+class Reads(nn.Module):
+    """Python reads numbers of the batch, so that values are compared in the place of the proof."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = image_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.abs().max()) > 1e6:
+            raise ValueError("too large")
+        return self.body(x)
+
+
+def test_a_forward_that_values_prove() -> None:
+    torch.manual_seed(1)
+    model = Reads()
+    private, optimizer, loader = FastPrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=C,
+        data_loader=DataLoader(Numbered(), batch_size=6), noise_multiplier=0.0, views=2,
+    )  # fmt: skip
+    assert check_steps((None, model.body, private, optimizer, loader), 2, noisy)
+
+
+class Recurrent(nn.Module):
+    """On packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: nn.utils.rnn.PackedSequence) -> Tensor:
+        return self.out(self.rnn(x)[1][0][0])
+
+
+def test_packed_sequences() -> None:
+    torch.manual_seed(1)
+    model = Recurrent().double()
+    plain = copy.deepcopy(model)
+    private, optimizer, loader = FastPrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=C,
+        data_loader=DataLoader(Numbered(), batch_size=6), noise_multiplier=0.0, views=2,
+    )  # fmt: skip
+
+    def packed(x: Tensor) -> nn.utils.rnn.PackedSequence:
+        lengths = torch.tensor([3 + i % 4 for i in range(len(x))])
+        return nn.utils.rnn.pack_padded_sequence(
+            x.squeeze(1), lengths, batch_first=True, enforce_sorted=False
+        )
+
+    for _, x, y in loader:
+        rows, labels = noisy(x, 2), y.repeat_interleave(2)
+        optimizer.zero_grad()
+        F.cross_entropy(private(packed(rows)), labels).backward()
+        sums = [p.summed_grad.clone() for p in model.parameters()]
+        plain.load_state_dict(model.state_dict())
+        optimizer.step()
+        whole = nn.utils.rnn.pad_packed_sequence(packed(rows), batch_first=True)[1]
+        total = [torch.zeros_like(p) for p in plain.parameters()]
+        for mine in range(0, len(rows), 2):
+            own = nn.utils.rnn.pack_padded_sequence(
+                rows[mine : mine + 2].squeeze(1), whole[mine : mine + 2], batch_first=True,
+                enforce_sorted=False,
+            )  # fmt: skip
+            loss = F.cross_entropy(plain(own), labels[mine : mine + 2])
+            grads = torch.autograd.grad(loss, list(plain.parameters()))
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            for held, g in zip(total, grads, strict=True):
+                held += min(1.0, C / float(norm)) * g
+        for found, expected in zip(sums, total, strict=True):
+            assert torch.allclose(found, expected, rtol=0, atol=1e-9)
+
+
 # Numbers of rows
 
 

@@ -290,7 +290,7 @@ class StepTrace:
         memory = step.tracer.memory
         if not step.tracer.here:
             return False
-        if memory.samples == batch or not (step.seeded or step.forwards):
+        if memory.samples == memory.samples_in(batch or 0) or not (step.seeded or step.forwards):
             return True
         return any(step.tracer.shadow_of(x).held for x in leaves if isinstance(x, Tensor))
 
@@ -518,7 +518,7 @@ class StepTrace:
         if not step.tracer.observing or step.unproven is None:
             return
         tracer = step.tracer
-        tracer.memory.samples = batch or tracer.memory.samples
+        tracer.memory.samples = tracer.memory.samples_in(batch or tracer.memory.samples)
         with tracer.aside():
             leaves = flatten(out)[0]
             # Beside a packed sequence are a recurrent layer's states: layers, then samples.

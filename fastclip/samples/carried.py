@@ -21,7 +21,7 @@ class Kept:
     """
 
     def __init__(self, model: nn.Module, probe: Probe) -> None:
-        self._left: list[tuple[dict[str, Any], str, Any]] = []
+        self._left: list[tuple[dict[str, Any], str, int, Any]] = []
         self.names: list[str] = []
         """Of the attributes."""
         self.sparse: list[str] = []
@@ -33,12 +33,15 @@ class Kept:
                     self.sparse.append(f"{path}.{name}".lstrip("."))
                 if name not in TORCHS and any(map(probe.holds, _tensors(value))):
                     # containers as they are now: afterwards they hold what they did before
-                    self._left.append((table, name, tree_map(_itself, value)))
+                    self._left.append((table, name, id(value), tree_map(_itself, value)))
                     self.names.append(f"{path}.{name}".lstrip("."))
 
     def __enter__(self) -> None:
-        for table, name, value in self._left:
-            table[name] = tree_map(_itself, value)
+        made: dict[int, Any] = {}  # a list that two modules share is one list again
+        for table, name, one, value in self._left:
+            if one not in made:
+                made[one] = tree_map(_itself, value)
+            table[name] = made[one]
 
     def __exit__(self, *error: Any) -> None:
         """The run puts back what it has found."""

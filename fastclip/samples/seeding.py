@@ -24,6 +24,10 @@ def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
 
 def rows_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
     """The sample of each row of an input; None if that is its number, or cannot be told."""
+    if isinstance(leaf, PackedSequence):
+        rows = torch.arange(int(leaf.batch_sizes[0]), dtype=at.KIND, device="cpu")
+        each = tracer.memory.each_at(len(rows))
+        return None if each == 1 else rows.div(each, rounding_mode="floor")
     if not isinstance(leaf, Tensor) or axis is None or leaf.dim() <= axis:
         return None
     found = tracer.shadow_of(leaf).sample
@@ -49,12 +53,14 @@ def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -
     """
     if isinstance(leaf, PackedSequence):
         if tracer.memory.record(leaf.data) is None:
-            tracer.memory.samples = max(tracer.memory.samples, int(leaf.batch_sizes[0]))
+            rows = int(leaf.batch_sizes[0])
+            each, own = tracer.memory.each_at(rows), _of_packed(leaf)
+            tracer.memory.samples = max(tracer.memory.samples, rows // each)
             tracer.memory.lengths_read = True
             for order in (leaf.sorted_indices, leaf.unsorted_indices):
                 if order is not None:
                     tracer.memory.know(order)
-            tracer.memory.give(leaf.data, tracer.made(_of_packed(leaf)))
+            tracer.memory.give(leaf.data, tracer.made(own.div(each, rounding_mode="floor")))
         return True
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
@@ -87,9 +93,10 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
         for k, x in enumerate(held)
         if tracer.memory.record(x) is None or _is_guessed(tracer, x)
     ]
-    tracer.memory.samples = max(tracer.memory.samples, len(rows))
+    each = tracer.memory.each_at(len(rows))
+    tracer.memory.samples = max(tracer.memory.samples, len(rows) // each)
     for x, i, part in given:
-        tracer.seed_all(x, i, part=part)
+        tracer.seed_all(x, i // each, part=part)
     if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
         tracer.memory.lengths_read = True
         tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))
@@ -118,7 +125,8 @@ def seed_output(
         axis: of the samples, if it has them. degree: of a number of all of them.
     """
     if isinstance(leaf, PackedSequence):
-        tracer.memory.write(leaf.data, tracer.made(_of_packed(leaf)))
+        own, each = _of_packed(leaf), tracer.memory.each_at(int(leaf.batch_sizes[0]))
+        tracer.memory.write(leaf.data, tracer.made(own.div(each, rounding_mode="floor")))
         return
     found = _samples_axis(leaf, batch, axis)
     if found is not None:

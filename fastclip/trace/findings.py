@@ -12,12 +12,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch import nn
+
 from fastclip._torch import creation_number, current_node, current_task, number_of
 from fastclip.errors import PER_SAMPLE
 
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
 """Beginnings of the names of files that are not the user's."""
 _PACKAGES = ("/site-packages/", "/dist-packages/")
+WHOLE_BATCH = "batch=True"
+"""What asks a loss for one term of all samples, where it could be one for each."""
 BY_PYTHON = "numbers that Python has read"
 """A cause: samples may have met, and no operation shows it."""
 _STANDARD = sysconfig.get_path("stdlib")
@@ -90,15 +94,27 @@ class Lines:
 
 def line_of(frame: FrameType | None) -> str:
     """`file:line` of the nearest frame outside torch; if that is a library's, of the user's, too."""
-    library = ""
+    library = whole = ""
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
+        whole = whole or ("" if owner == "hidden" else _of_whole_batch(frame))
         if owner == "library":
             library = library or _shown(frame)
         elif owner == "user":
-            return f"{library}, called at {_shown(frame)}" if library else _shown(frame)
+            here = f"{library}, called at {_shown(frame)}" if library else _shown(frame)
+            return f"{here}{whole}"
         frame = frame.f_back
-    return library or "unknown line"
+    return f"{library or 'unknown line'}{whole}"
+
+
+def _of_whole_batch(frame: FrameType) -> str:
+    """What says so, if a loss runs that was asked to be one of the whole batch, as MONAI's losses are."""
+    code = frame.f_code
+    if code.co_name != "forward" or code.co_varnames[:1] != ("self",):
+        return ""
+    loss = frame.f_locals.get("self")
+    asked = isinstance(loss, nn.Module) and getattr(loss, "batch", False) is True
+    return f", in {type(loss).__name__}({WHOLE_BATCH})" if asked else ""
 
 
 @cache
@@ -221,9 +237,12 @@ class Finding:
                 "Compute them in torch, or in the data set."
             )
         of = repr(self.use) if self.use else "the model"
+        fix = "Compute each sample's loss from that sample alone."
+        if WHOLE_BATCH in what:
+            fix = "Pass batch=False, which makes one loss for each sample."
         return (
             f"Your loss mixes samples: {what} reaches the gradient of {of}, so the guarantee "
-            "does not hold. Compute each sample's loss from that sample alone."
+            f"does not hold. {fix}"
         )
 
     @property

@@ -280,6 +280,10 @@ class Memory:
         """Positions of each sample along an axis of this length that the samples lie along."""
         return self.views if self.samples and size == self.samples * self.views else 1
 
+    def samples_in(self, rows: int) -> int:
+        """Of how many samples so many rows are."""
+        return rows // self.each_at(rows)
+
     def drew_again(self, generator: torch.Generator | None, state: int) -> bool:
         """What was drawn since this state of the generator are the numbers of the step before.
 

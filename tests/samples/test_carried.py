@@ -268,3 +268,42 @@ def test_constants_that_are_left_are_exact() -> None:
     model = Carries(lambda out: ones)
     model.left = ones
     check_exact(model, batch(), dtype=torch.float64)
+
+
+class Heads(nn.Module):
+    """Parts write into a list that they share with the whole, which reads it: deep supervision, as
+    MONAI's DynUNet does it."""
+
+    def __init__(self, writes: bool = True) -> None:
+        super().__init__()
+        self.heads = [torch.zeros(1)] * 2
+        self.parts = nn.ModuleList(Head(self.heads, k) for k in range(2 if writes else 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return torch.stack([x, *(head.expand_as(x) for head in self.heads)], 1)
+
+
+class Head(nn.Module):
+    def __init__(self, heads: list[Tensor], k: int) -> None:
+        super().__init__()
+        self.layer, self.heads, self.k = nn.Linear(D, D), heads, k
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        self.heads[self.k] = out.tanh()
+        return out
+
+
+def test_a_list_that_modules_share_is_written_before_it_is_read() -> None:
+    check_exact(Heads().double(), batch(), dtype=torch.float64)
+
+
+def test_a_list_that_modules_share_is_read_before_it_is_written() -> None:
+    model = Heads()
+    model.parts = model.parts[::-1]
+    model.forward = lambda x: model.heads[1].mean() + nn.Sequential(*model.parts)(x)
+    with pytest.raises(UnsupportedLayerError, match="keep numbers of one batch"):
+        private = make_private(model.double())[1]
+        private(batch())

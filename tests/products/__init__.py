@@ -1,0 +1,1 @@
+"""Models of other libraries, in the environments that have them: one private step, compared exactly."""
