@@ -53,7 +53,8 @@ def start() -> tuple:
     columns = torch.randn(24, 4, dtype=torch.float64), torch.randn(24, LATENT, dtype=torch.float64)
     private, optimizer, loader = engine.make_private(
         module=discriminator, optimizer=torch.optim.Adam(discriminator.parameters(), lr=1e-2),
-        data_loader=DataLoader(TensorDataset(*columns), batch_size=6), noise_multiplier=0.0, max_grad_norm=C,
+        data_loader=DataLoader(TensorDataset(*columns), batch_size=6), noise_multiplier=0.0,
+        max_grad_norm=C,
     )  # fmt: skip
     of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
     return engine, generator, discriminator, private, optimizer, of_generator, loader

@@ -6,8 +6,6 @@ the page on fairness has its own test (test_documents.py).
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,16 +28,11 @@ from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.testing import check_model, check_rule, check_strategy
 from fastclip.uses import rule as use_rules
 from tests.integrations import tiny
+from tests.page_blocks import ROOT, blocks
 from tests.parallel.world import run
+from tests.products import recipes
 
-ROOT = Path(__file__).resolve().parents[1]
 Known = dict[str, Any]
-
-
-def blocks(page: str) -> list[str]:
-    """Python of a page, in order."""
-    found = re.findall(r"^( *)```python\n(.*?)```", (ROOT / page).read_text(), re.S | re.M)
-    return [textwrap.dedent(code) for _, code in found]
 
 
 def net() -> nn.Module:
@@ -225,6 +218,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
         evaluated, evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private,
         private, plain,
     ],
+    "docs/recipes.md": [*recipes.SCENES],
     "docs/secure_mode.md": [plain],
 }  # fmt: skip
 """What each block of a page takes for given."""

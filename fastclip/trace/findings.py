@@ -108,7 +108,7 @@ def line_of(frame: FrameType | None) -> str:
 
 
 def _of_whole_batch(frame: FrameType) -> str:
-    """What says so, if a loss runs that was asked to be one of the whole batch, as MONAI's losses are."""
+    """What says so, if a loss runs that was asked to be one of the whole batch (MONAI's can be)."""
     code = frame.f_code
     if code.co_name != "forward" or code.co_varnames[:1] != ("self",):
         return ""

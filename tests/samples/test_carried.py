@@ -304,6 +304,6 @@ def test_a_list_that_modules_share_is_read_before_it_is_written() -> None:
     model = Heads()
     model.parts = model.parts[::-1]
     model.forward = lambda x: model.heads[1].mean() + nn.Sequential(*model.parts)(x)
+    private = make_private(model.double())[1]
     with pytest.raises(UnsupportedLayerError, match="keep numbers of one batch"):
-        private = make_private(model.double())[1]
         private(batch())
