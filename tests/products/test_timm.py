@@ -22,13 +22,10 @@ pytestmark = pytest.mark.extras
 
 CLASSES, PIXELS = 4, 32
 VIT = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-SWIN = {
-    "img_size": PIXELS,
-    "window_size": 4,
-    "embed_dim": 12,
-    "depths": (2, 2),
-    "num_heads": (2, 2),
-}
+SWIN: dict[str, Any] = {
+    "img_size": PIXELS, "window_size": 4, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 2),
+    "drop_path_rate": 0.0,
+}  # fmt: skip
 NEXT: dict[str, Any] = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT": ("vit_tiny_patch16_224", VIT),
