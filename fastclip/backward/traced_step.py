@@ -39,6 +39,7 @@ from fastclip.samples.seeding import (
     as_given,
     check_input,
     check_views,
+    note_rows,
     rows_of_input,
     seed_batch,
     seed_gradient,
@@ -280,9 +281,7 @@ class StepTrace:
                 (r for x in pairs if (r := rows_of_input(step.tracer, *x)) is not None), None
             )
             if step.rows is not None:
-                step.tracer.memory.present = present = step.rows.unique().long().cpu()
-                if self._memory.views == 1 and present.numel() < len(step.rows):
-                    step.tracer.report.add("repeated", None, "the model's input")
+                note_rows(step.tracer, step.rows)
 
     @staticmethod
     def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:

@@ -40,6 +40,17 @@ def rows_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
     return None if plain and len(rows) == tracer.memory.samples else rows
 
 
+def note_rows(tracer: Tracer, rows: Tensor) -> None:
+    """Note the samples that the model is called with, and report those that it is given too often.
+
+    Args:
+        rows: as of `rows_of_input`.
+    """
+    tracer.memory.present = present = rows.unique().long().cpu()
+    if present.numel() * tracer.memory.views < len(rows):
+        tracer.report.add("repeated", None, "the model's input")
+
+
 def as_given(found: Tensor | None, rows: Tensor | None) -> Tensor | None:
     """Numbers of rows of the model's input, as those of samples."""
     return found if found is None or rows is None else rows[found.long()]
