@@ -103,8 +103,7 @@ class FastPrivacyEngine(SteppingEngine):
         sample_rate: float | None = None, expected_batch_size: float | None = None,
         max_batch_size: int | None = None, unit_ids: Any = None,
         max_rows_per_unit: int | None = None, unit_reduction: str = "mean", views: int = 1,
-        model_loss: str = "own",
-        **kwargs: Any,
+        model_loss: str = "own", **kwargs: Any,
     ) -> tuple:  # fmt: skip
         """Make model, optimizer and data loader private.
 
