@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "product of a list": (lambda m, x: torch._foreach_mul([x], [x.sigmoid()])[0], "values"),
     "trained tensor of others": (lambda m, x: x @ OUTSIDE, "coupled"),
     "made of others' tensor": (lambda m, x: x @ OUTSIDE.exp(), "coupled"),
-    "sparse": (lambda m, x: torch.sparse.mm(torch.eye(B).to_sparse(), x), "coupled"),
+    "sparse": (lambda m, x: torch.sparse.mm(torch.eye(B).to_sparse(), x), "values"),
     "sparse, its own": (lambda m, x: x + x.detach().to_sparse().to_dense(), "coupled"),
     "sparse, together": (
         lambda m, x: torch.sparse.mm((x.detach() @ x.detach().T).to_sparse(), x),
