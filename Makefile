@@ -12,7 +12,7 @@ PARTS := 1 2 3 4
 SEED := $(or $(SEED),$(shell date +%s))
 
 TORCH ?= 2.13.0
-.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with test-older other conformance lint bench clean
+.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with test-older test-opacus other conformance lint bench clean
 
 venv: $(STAMP)
 
@@ -83,6 +83,13 @@ OLDER := TORCH=2.11.0 "WITH=transformers==5.17.0 numpy<2.4"
 test-older: $(STAMP)
 	$(MAKE) other $(OLDER)
 	$(MAKE) test-with $(OLDER) PART="tests/test_engine.py tests/noise tests/data tests/optim tests/captured"
+
+# What rests on Opacus, with another version of it.
+OPACUS ?= 1.5.4
+test-opacus: $(STAMP)
+	$(MAKE) test-with OTHER=build/opacus-$(OPACUS) WITH=opacus==$(OPACUS) PART="tests/test_engine.py tests/opacus tests/optim \
+		tests/accounting tests/model tests/data tests/test_overrides.py tests/layers/test_sampled.py tests/backward/test_not_kept.py \
+		tests/test_opacus_versions.py tests/test_torch_names.py tests/test_imports.py"
 
 # Opacus' own test suite on this engine: about 5 minutes.
 conformance: $(STAMP)

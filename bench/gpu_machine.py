@@ -82,7 +82,7 @@ def problems(device: str) -> list[str]:
         found.append("torch sees no NVIDIA GPU: nothing can be measured here")
     needed = {
         "opacus": "fastclip builds on it, so neither its kernels nor its steps run: "
-        "python -m pip install --no-deps 'opacus>=1.6,<1.7', or --wheels with a wheel of it",
+        "python -m pip install --no-deps 'opacus>=1.5.4', or --wheels with a wheel of it",
         "transformers": "the models of the steps need it",
     }
     for name, why in needed.items():

@@ -1,9 +1,9 @@
-"""What torch and Opacus keep to themselves and fastclip needs: every such name, and what it is for.
+"""What torch keeps to itself and fastclip needs: every such name, and what it is for.
 
-Modules import these names from here. Where a release of torch or Opacus changes one of them, this file
-and tests/test_torch_names.py, which holds each to what is assumed of it, are the places to look at.
-fastclip.ops imports this file: Opacus and FSDP, which take longer to import than torch, are imported by
-the functions that need them.
+Modules import these names from here. Where a release of torch changes one of them, this file and
+tests/test_torch_names.py, which holds each to what is assumed of it, are the places to look at.
+fastclip.ops imports this file: FSDP, which takes longer to import than the rest of torch, is imported by
+the functions that need it.
 """
 
 from __future__ import annotations
@@ -373,39 +373,6 @@ YIELDED = "_num_yielded"
 INDEX_SAMPLER = "_index_sampler"
 """The batch sampler that it asks."""
 
-# Opacus
-
-OPACUS_MARK = "_forward_counter"
-"""Opacus keeps it on every trainable parameter until cleanup(): its uses that had no backward yet."""
-OPACUS_HOOKS = "autograd_grad_sample_hooks"
-"""The list, on a wrapped model, of the handles that its cleanup() removes."""
-
-
-def check_unprocessed(gradient: Any) -> None:
-    """Raises ValueError if a gradient, or one of a list, has Opacus' mark of those that were clipped."""
-    from opacus.optimizers.optimizer import _check_processed_flag
-
-    _check_processed_flag(gradient)
-
-
-def mark_processed(gradient: Any) -> None:
-    """Sets that mark on a gradient, or on each of a list."""
-    from opacus.optimizers.optimizer import _mark_as_processed
-
-    _mark_as_processed(gradient)
-
-
-def forget_passes(module: nn.Module) -> None:
-    """What Opacus keeps of passes that did not end: inputs of layers, counts, sums of one pass."""
-    for part in module.modules():
-        for left in ("activations", "max_batch_len"):
-            part.__dict__.pop(left, None)
-    for p in module.parameters():
-        p.__dict__.pop("_current_grad_sample", None)
-        if OPACUS_MARK in p.__dict__:
-            setattr(p, OPACUS_MARK, 0)
-
-
 ATTRIBUTES = {
     "torch.Tensor": ("_version", "_is_view"),
     "torch.nn.Module": (
@@ -414,8 +381,6 @@ ATTRIBUTES = {
     ),
     "torch.nn.Conv2d": ("_reversed_padding_repeated_twice",),
     "torch.compile": ("_orig_mod",),
-    "opacus.DPOptimizer": ("_get_flat_grad_sample",),
-    "opacus.GradSampleModule": ("_module", "_per_sample_gradient_norms"),
     "lightning.DDPStrategy": (
         "_start_method", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper",
         "_model_averaging_period",

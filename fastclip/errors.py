@@ -104,14 +104,16 @@ VALUES_IN_LOSSES = (
 """A value of all rows' gradients, one of their mean foremost, cannot be told from a row's own."""
 PER_SAMPLE = 'Pass model_loss="per_sample" to make_private'
 """The way out of a mean cross entropy over the batch's labels that the model computes itself."""
-_LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers")
+_LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers", "importlib")
+_UNCOUNTED = "importlib._bootstrap"
+"""Its frames are none for `stacklevel`."""
 
 
 def say(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, pointing at the nearest line outside fastclip and the libraries that it serves."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _of_a_library(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
+    while frame.f_back is not None and _of_a_library(name := frame.f_globals.get("__name__", "")):
+        level, frame = level + (not name.startswith(_UNCOUNTED)), frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
 

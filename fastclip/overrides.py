@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fastclip._opacus import handed_on
 from fastclip.errors import ArgumentError
 
 MODEL, LOADER = "_prepare_model", "_prepare_data_loader"
@@ -45,6 +46,7 @@ class Preparation:
         Args:
             make: what the engine's own does. first, asked: what the method is called with.
         """
+        asked = handed_on(name, asked)
         self._asked[name] = make, first, asked
         return getattr(self.engine, name)(*first, **asked)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
+from fastclip._opacus import HANDLES, VERSION
 from fastclip.data.sampling import PoissonSampler
 from fastclip.noise import NoiseSource
 from tests.oracle import per_sample_gradients, row_loss
@@ -18,6 +20,11 @@ from tests.oracle import per_sample_gradients, row_loss
 D, B, C = 5, 4, 1e-3
 MODES = ("hooks", "functorch", "ew")
 ALL = ("fast", *MODES)
+
+
+def needs_16(lacks: str) -> pytest.MarkDecorator:
+    """A test of what Opacus 1.6 has, and the versions before it lack."""
+    return pytest.mark.skipif(not HANDLES, reason=f"Opacus {VERSION}: {lacks}")
 
 
 def start(mode: str = "hooks", **kwargs: Any) -> tuple:

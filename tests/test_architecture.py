@@ -22,6 +22,7 @@ ORDER = (
     "compiled",
     "_torch",
     "_dynamo",
+    "_opacus",
     "memory",
     "waiting",
     "overrides",

@@ -1,4 +1,4 @@
-"""Private names of torch and Opacus: written in one file, there, and what they are taken for."""
+"""Private names of torch and Opacus: each written in one file, and what they are taken for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 import opacus
 import pytest
 import torch
-from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastclip import _dynamo, _torch
+from fastclip import _dynamo, _opacus, _torch
 from fastclip.parallel.shards import Shards
 from tests.refusal import refused
 
@@ -82,14 +81,15 @@ def others(source: str, own: set[str]) -> Iterator[tuple[str, str]]:
 
 def test_they_are_written_in_one_file() -> None:
     """Elsewhere only attributes that the file names, for a reader of it to know of."""
-    own, allowed = own_names(), {name for names in _torch.ATTRIBUTES.values() for name in names}
+    own, known = own_names(), [*_torch.ATTRIBUTES.values(), *_opacus.ATTRIBUTES.values()]
+    allowed = {name for names in known for name in names}
     found: dict[str, set[str]] = {}
     for path in SOURCES:
         file = path.relative_to(ROOT / "fastclip").as_posix()
         names = [(name, of) for name, of in others(path.read_text(), own) if name not in allowed]
         # `torch._C._name` is two: the first says it
         found[file] = {f"{of}.{n}" for n, of in names if not any(map(is_private, of.split(".")))}
-    del found["_torch.py"], found["_dynamo.py"]
+    del found["_torch.py"], found["_dynamo.py"], found["_opacus.py"]
     assert {file: names for file, names in found.items() if names} == {}
 
 
@@ -108,8 +108,6 @@ OWNERS: dict[str, Any] = {
     "torch.Tensor": torch.ones(1),
     "torch.nn.Module": nn.Module(),
     "torch.nn.Conv2d": nn.Conv2d(1, 1, 1),
-    "opacus.DPOptimizer": opacus.optimizers.DPOptimizer,
-    "opacus.GradSampleModule": opacus.GradSampleModule(nn.Linear(1, 1)),
     "torch.ops": torch.ops.aten.add.Tensor,
     "sys": sys,
 }
@@ -117,14 +115,31 @@ OWNERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("whose", OWNERS)
 def test_attributes_exist(whose: str) -> None:
-    names = set(_torch.ATTRIBUTES[whose]) - {"_per_sample_gradient_norms"}
-    assert all(hasattr(OWNERS[whose], name) for name in names)
+    assert all(hasattr(OWNERS[whose], name) for name in _torch.ATTRIBUTES[whose])
+
+
+def test_attributes_of_opacus_objects() -> None:
+    """What _opacus.py finds written in their classes, they have."""
+    wrapper = opacus.GradSampleModule(nn.Linear(1, 1))
+    inner = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    private = opacus.optimizers.DPOptimizer(
+        inner, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
+    )
+    made = {
+        opacus.PrivacyEngine: opacus.PrivacyEngine(),
+        opacus.optimizers.DPOptimizer: private,
+        opacus.grad_sample.AbstractGradSampleModule: wrapper,
+        opacus.GradSampleModule: wrapper,
+    }
+    for kind, names in _opacus.ATTRIBUTES.items():
+        if kind is not opacus.grad_sample.GradSampleModuleFastGradientClipping:
+            assert all(hasattr(made.get(kind, kind), name) for name in names), kind
 
 
 def test_handles_that_opacus_removes() -> None:
     layer = nn.Linear(1, 1)
     wrapper = opacus.GradSampleModule(layer)
-    handles = getattr(layer, _torch.OPACUS_HOOKS)
+    handles = getattr(layer, _opacus.OPACUS_HOOKS)
     handles.append(layer.register_forward_hook(lambda *_: None))
     wrapper.cleanup()
     assert not layer._forward_hooks
@@ -496,19 +511,19 @@ def test_what_opacus_leaves() -> None:
     layer = nn.Linear(1, 1)
     wrapped = opacus.GradSampleModule(layer)
     wrapped(torch.ones(2, 1, requires_grad=True)).sum().backward()
-    assert _torch.OPACUS_MARK in layer.weight.__dict__
-    assert {"grad_sample", _torch.OPACUS_MARK} <= set(OPACUS_PARAM_MONKEYPATCH_ATTRS)
+    assert _opacus.OPACUS_MARK in layer.weight.__dict__
+    assert {"grad_sample", _opacus.OPACUS_MARK} <= set(_opacus.OPACUS_PARAM_MONKEYPATCH_ATTRS)
     assert "grad_sample" in layer.weight.__dict__
     wrapped.cleanup()
-    assert _torch.OPACUS_MARK not in layer.weight.__dict__
+    assert _opacus.OPACUS_MARK not in layer.weight.__dict__
 
 
 def test_opacus_marks_what_was_clipped() -> None:
     gradient = torch.ones(1)
-    _torch.check_unprocessed(gradient)
-    _torch.mark_processed(gradient)
+    _opacus.check_unprocessed(gradient)
+    _opacus.mark_processed(gradient)
     with pytest.raises(ValueError, match="zero_grad"):
-        _torch.check_unprocessed(gradient)
+        _opacus.check_unprocessed(gradient)
 
 
 def test_nestings() -> None:

@@ -29,11 +29,12 @@ class AccountedEngine(PrivacyEngine):
     _accountant: Ledger | None = None
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        open_accountant(accountant)  # names the choices, where it is none
+        opened = open_accountant(accountant)  # names the choices, where it is none
         with warnings.catch_warnings():
             # Opacus says so at every start; explain() and mechanism() do where it matters.
             warnings.filterwarnings("ignore", "Secure RNG turned off")
-            super().__init__(accountant=accountant, secure_mode=False)
+            super().__init__(accountant="rdp", secure_mode=False)
+        self._accountant = keep_ledger(opened)  # not all versions of Opacus know all of its kinds
         self.secure_mode = secure_mode
 
     @property

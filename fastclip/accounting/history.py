@@ -17,11 +17,11 @@ from opacus.accountants import (
     IAccountant,
     PRVAccountant,
     RDPAccountant,
-    create_accountant,
 )
 from opacus.accountants.analysis.gdp import compute_mu_poisson, compute_mu_uniform
 
 import fastclip.accounting.pld  # noqa: F401  # create_accountant("pld")
+from fastclip._opacus import create_accountant
 from fastclip.accounting.numerical import gaussian_epsilon, numerical_epsilon
 from fastclip.accounting.rdp import opacus_epsilon
 from fastclip.accounting.segments import Entry, History, runs

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from opacus.accountants import IAccountant
 
+from fastclip._opacus import to_load
 from fastclip.accounting.asked import Asked, asks_of
 from fastclip.accounting.history import open_accountant, refuse_changing_noise
 from fastclip.accounting.names import Names
@@ -234,7 +235,7 @@ class Ledger(Asked):
                 f"the accountant's history cannot be saved: {error}; look at what it was given"
             ) from None
         state = super().state_dict(destination)
-        state["history"] = saved_entries(self.history)
+        state.update(history=saved_entries(self.history), mechanism=self.mechanism())
         state[KEY] = {name: saved_entries(part) for name, part in self.segments().items()}
         state[PROTECTED] = self.protected.saved()
         if self.lines:
@@ -262,7 +263,7 @@ class Ledger(Asked):
         self._catch_up(merged, whom)
         before = self.history
         try:  # whatever else an accountant of the user's own keeps
-            super().load_state_dict({**state_dict, "history": joined(merged)})
+            super().load_state_dict(to_load(self, {**state_dict, "history": joined(merged)}))
         except BaseException:
             self.history = before
             raise

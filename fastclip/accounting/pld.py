@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from opacus.accountants import IAccountant, RDPAccountant, register_accountant
+from opacus.accountants import IAccountant, RDPAccountant
 from scipy.stats import binom
 
+from fastclip._opacus import register_accountant, to_load
 from fastclip.accounting.numerical import numerical_epsilon
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.segments import Entry, saved_entries
@@ -92,13 +93,13 @@ class PLDAccountant(IAccountant):
     def state_dict(self, destination: Any = None) -> Any:
         """As Opacus; truncated draws as plain values."""
         state = super().state_dict(destination)
-        state["history"] = saved_entries(self.history)
+        state.update(history=saved_entries(self.history), mechanism=self.mechanism())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As Opacus."""
         history = [(sigma, decoded(rate), steps) for sigma, rate, steps in state_dict["history"]]
-        super().load_state_dict({**state_dict, "history": history})
+        super().load_state_dict(to_load(self, {**state_dict, "history": history}))
 
     def __len__(self) -> int:
         return len(self.history)

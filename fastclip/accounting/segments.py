@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
+from fastclip._opacus import mechanism_of
 from fastclip.accounting.protected import KEY as PROTECTED
 from fastclip.accounting.protected import Protected
 from fastclip.accounting.truncation import Rate, decoded, encoded, probability
@@ -99,7 +100,7 @@ def digest(state: Mapping[str, Any]) -> str:
         state: of an accountant, perhaps by way of JSON.
     """
     named = sorted((name, saved_entries(_entries(part))) for name, part in state[KEY].items())
-    said = [state["mechanism"], saved_entries(_entries(state["history"])), named, state[PROTECTED]]
+    said = [mechanism_of(state), saved_entries(_entries(state["history"])), named, state[PROTECTED]]
     if state.get(LINES):
         said.append(sorted((name, line[DIGEST]) for name, line in state[LINES].items()))
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
@@ -120,7 +121,7 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
         ArgumentError: if it is damaged, or of another accountant.
     """
     try:
-        found, history = saved["mechanism"], _entries(saved["history"])
+        found, history = mechanism_of(saved), _entries(saved["history"])
         named = {str(name): _entries(part) for name, part in (saved.get(KEY) or {}).items()}
         for part in (history, *named.values()):
             check_entries(part)

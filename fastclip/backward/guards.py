@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import OPACUS_MARK, gradient_hooks, hooks_of, transformed
+from fastclip._opacus import OPACUS_MARK
+from fastclip._torch import gradient_hooks, hooks_of, transformed
 from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.errors import (
     VALUES_IN_LOSSES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,8 @@ class DrawingEngine(AccountedEngine):
 
     _drawn_by: SamplingDesign | None = None
     """How the loader of the make_private under way draws."""
+    _rows: Mapping[str, bool] = {"batch_first": True, "rand_on_empty": False}
+    """What one of Opacus' modes was asked for; not all versions of Opacus hand it on."""
     _making: Preparation | None = None
     """The make_private under way."""
     _shared_by: Ranks | None = None
@@ -48,9 +51,8 @@ class DrawingEngine(AccountedEngine):
         pass
 
     def _prepare_data_loader(  # type: ignore[override]
-        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
-        batch_first: bool = True, rand_on_empty: bool = False,
-    ) -> DataLoader:  # fmt: skip
+        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool, **asked: bool
+    ) -> DataLoader:
         """Opacus' loader, which draws as the fast mode's; its design is noted.
 
         In secure mode its rows are drawn from cryptographic randomness.
@@ -67,11 +69,11 @@ class DrawingEngine(AccountedEngine):
                 "Give the data set a __len__, or omit grad_sample_mode"
             )
         loader = self._planned_loader(
-            plan, data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
-            rand_on_empty=rand_on_empty,
-        )  # fmt: skip
+            plan, data_loader, poisson_sampling=poisson_sampling, **{**self._rows, **asked}
+        )
         if self._making is not None:
-            draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
+            placeholders = {**self._rows, **asked}["rand_on_empty"]
+            draws = self._watched(loader, poisson_sampling, placeholders, required=False)
             self._made_loader(self._making, loader, draws)
         return loader
 

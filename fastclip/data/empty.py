@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -31,8 +30,8 @@ _MANY = 24.0
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
-class EmptyBatches(CollateFnWithEmpty):
-    """Opacus' collator of a Poisson loader, that makes empty batches of more than tensors.
+class EmptyBatches:
+    """Opacus' collator of a Poisson loader (CollateFnWithEmpty), for more than tensors.
 
     Rows lie along the batch axis of tensors, along the first axis of arrays, and in lists that are as
     long as the batch. Without rows these are empty; a placeholder row (rand_on_empty) is made of ones:
@@ -40,22 +39,24 @@ class EmptyBatches(CollateFnWithEmpty):
     would train where a loop of its own takes it for a batch that was drawn.
 
     Args:
-        of: what Opacus has put around the user's collate function. ordered: sample i of a batch must be
-            the i-th drawn. views: rows that the user's function may make of each sample.
+        collate: the user's function; None for the list of samples.
+        batch_first: rows lie along the first axis of tensors; else along the second.
+        rand_on_empty: an empty draw is a placeholder row.
+        ordered: sample i of a batch must be the i-th drawn.
+        views: rows that the user's function may make of each sample.
     """
 
-    def __init__(self, of: CollateFnWithEmpty, *, ordered: bool = False, views: int = 1) -> None:
-        super().__init__(
-            of.wrapped_collator_fn,
-            of.batch_first,
-            of.rand_on_empty,
-            of.sample_empty_shapes,
-            of.dtypes,
-        )
+    def __init__(
+        self, collate: Callable[[list[Any]], Any] | None, batch_first: bool = True,
+        rand_on_empty: bool = False, *, ordered: bool = False, views: int = 1,
+    ) -> None:  # fmt: skip
+        self.wrapped_collator_fn = collate
+        self.batch_first, self.rand_on_empty = batch_first, rand_on_empty
         self.checked = checked_collate(
-            of.wrapped_collator_fn, batch_first=of.batch_first, ordered=ordered, views=views
+            collate, batch_first=batch_first, ordered=ordered, views=views
         )
         self.views = views
+        self.first_batch: Any = None
         self.known = False
         self.refusal: str | None = None
         """Why no empty batch can be made."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
+from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -294,7 +294,7 @@ def poisson_loader(
     DataLoader.__init__(
         made, loader.dataset, batch_sampler=plan.sampler(loader.generator),
         collate_fn=EmptyBatches(
-            CollateFnWithEmpty(plain_collate(loader.collate_fn), batch_first, rand_on_empty),
+            plain_collate(loader.collate_fn), batch_first, rand_on_empty,
             ordered=plan.unit is not None, views=plan.views,
         ),
         **{name: getattr(loader, name) for name in kept},

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
+from fastclip._opacus import without_empty
 from fastclip.data.collating import CheckedCollate, plain_collate
 from fastclip.data.empty import EmptyBatches, draws_none
 from fastclip.errors import ArgumentError, BatchSizeError
@@ -51,9 +51,9 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
         ArgumentError: the batches are not the same rows in these orders, or it cannot be told.
     """
     dataset, collate = loader.dataset, loader.collate_fn
-    while isinstance(collate, CollateFnWithEmpty):  # of a Poisson loader, around the user's own
+    while isinstance(collate, EmptyBatches):  # of a Poisson loader, around the user's own
         collate = collate.wrapped_collator_fn or list
-    collate = plain_collate(collate)
+    collate = plain_collate(without_empty(collate))
     if collate is default_collate and not _reads_at_once(dataset):
         return
     n = min(len(rows), _MOST)

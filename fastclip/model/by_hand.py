@@ -11,12 +11,12 @@ from weakref import WeakSet
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
-from opacus.grad_sample import GradSampleHooks as OpacusHooks
 from opacus.grad_sample import GradSampleModule as OpacusModule
 from opacus.optimizers import DPOptimizer as OpacusOptimizer
 from torch import distributed, nn
 
-from fastclip._torch import OPACUS_MARK
+from fastclip._opacus import OPACUS_MARK
+from fastclip._opacus import GradSampleHooks as OpacusHooks
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping
 from fastclip.errors import ArgumentTypeError, GraphError, StepError, UnsupportedLayerError

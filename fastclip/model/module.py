@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleModule
-from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS, AbstractGradSampleHooks
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastclip._dynamo import is_one_graph, pass_over
+from fastclip._opacus import OPACUS_PARAM_MONKEYPATCH_ATTRS, AbstractGradSampleHooks
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm, say_untrained
@@ -227,6 +227,10 @@ class FastGradSampleModule(AbstractGradSampleModule):
         uninstall(self._module)
 
     cleanup = remove_hooks
+
+    def _close(self) -> None:
+        """What Opacus' `to_standard_module` calls."""
+        self.cleanup()
 
 
 GradSampleModule.register(FastGradSampleModule)  # loops unwrap what isinstance tells them is one

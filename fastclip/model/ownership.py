@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
 
-from fastclip._torch import OPACUS_MARK
+from fastclip._opacus import OPACUS_MARK, AbstractGradSampleHooks
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.errors import UnsupportedLayerError

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from opacus.grad_sample import AbstractGradSampleModule
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
 
+from fastclip._opacus import AbstractGradSampleHooks
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.parallel.processes import bare, uncompiled
 

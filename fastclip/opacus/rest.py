@@ -10,6 +10,7 @@ import opacus
 from opacus import grad_sample, optimizers
 from opacus.utils import batch_memory_manager
 
+from fastclip._opacus import GradSampleHooks as OpacusHooks
 from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
 from fastclip.opacus.engine import PrivacyEngine
 from fastclip.optim.batch_memory import BatchMemoryManager
@@ -17,8 +18,8 @@ from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
 
 OURS: dict[type, type] = {
     opacus.PrivacyEngine: PrivacyEngine,
-    grad_sample.GradSampleModule: GradSampleModule,
-    grad_sample.GradSampleHooks: GradSampleHooks,
+    OpacusHooks: GradSampleHooks,
+    grad_sample.GradSampleModule: GradSampleModule,  # before 1.6 the same
     optimizers.DPOptimizer: DPOptimizer,
     optimizers.DistributedDPOptimizer: DistributedDPOptimizer,
     batch_memory_manager.BatchMemoryManager: BatchMemoryManager,

@@ -18,14 +18,17 @@ from opacus.optimizers import (
     DistributedDPOptimizer,
     DPOptimizer,
     DPPerLayerOptimizer,
-    FSDPOptimizerFastGradientClipping,
     SimpleDistributedPerLayerOptimizer,
     get_optimizer_class,
 )
 from torch import Tensor
 
 from fastclip import ops
-from fastclip._torch import check_unprocessed, mark_processed
+from fastclip._opacus import (
+    FSDPOptimizerFastGradientClipping,
+    check_unprocessed,
+    mark_processed,
+)
 from fastclip.accounting.shares import remaining
 from fastclip.errors import ArgumentError
 from fastclip.optim.inner_step import release_to
@@ -122,6 +125,9 @@ class MaterialisedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
         super().__init__(optimizer, **kwargs)
+        self.noise_multiplier = kwargs[
+            "noise_multiplier"
+        ]  # before 1.6 Opacus takes the counts' off
         self._count: Tensor | None = None
         """Of the logical batch so far. NOT private."""
         if not self.expected_batch_size:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from fastclip._opacus import HANDLES, AbstractGradSampleHooks, check_mode
 from fastclip.accounting.segments import new_name, union
 from fastclip.backward.guards import say_untrained
 from fastclip.data.drawing_engine import DrawingEngine
@@ -80,18 +80,20 @@ class OpacusModes(DrawingEngine):
         rand_on_empty: bool, **kwargs: Any,
     ) -> tuple:  # fmt: skip
         """One of Opacus' own modes; on an error the model is left as it was."""
+        check_mode(kwargs["grad_sample_mode"], module, wrap_model=wrap_model)
+        options = {"wrap_model": wrap_model, "rand_on_empty": rand_on_empty} if HANDLES else {}
         ranks = ranks_of_opacus(module) if isinstance(module, nn.Module) else None
         before, making = self._making, Preparation(self)
         self._making = making
+        self._rows = {"batch_first": kwargs["batch_first"], "rand_on_empty": rand_on_empty}
         try:
             if isinstance(module, nn.Module):
                 trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
                 self._go_on_with(module if wrap_model else None, module, trained)
             self._shared_by = ranks
             made = super().make_private(
-                module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling,
-                rand_on_empty=rand_on_empty, **kwargs,
-            )  # fmt: skip
+                module=module, poisson_sampling=poisson_sampling, **options, **kwargs
+            )
             self._check_made(making, made, kwargs["batch_first"])
             if ranks is not None:
                 self._agree_to_train(ranks, made[1], trained, **kwargs)
@@ -102,6 +104,7 @@ class OpacusModes(DrawingEngine):
             raise
         finally:
             self._new, self._shared_by, self._making = None, None, before
+            del self._rows
         wrapper, optimizer = made[0], made[1]
         optimizer.bind(wrapper, ranks)
         held = set(parameters_of(optimizer))

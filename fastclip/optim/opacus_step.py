@@ -11,7 +11,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from fastclip._dynamo import disable_dynamo
-from fastclip._torch import OPACUS_MARK, forget_passes
+from fastclip._opacus import OPACUS_MARK, forget_passes
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.backward.sums import ClippedSums

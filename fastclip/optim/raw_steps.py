@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fastclip._torch import OPACUS_MARK
+from fastclip._opacus import OPACUS_MARK, AbstractGradSampleHooks
 from fastclip.errors import StepError
 from fastclip.optim.inner_step import Gate, is_open, parameters_of
 

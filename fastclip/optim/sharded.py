@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opacus.optimizers import FSDPOptimizerFastGradientClipping
 from torch import Tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from fastclip._opacus import FSDPOptimizerFastGradientClipping
 from fastclip.errors import StepError
 from fastclip.optim.inner_step import release_to
 from fastclip.optim.opacus_step import OpacusStep

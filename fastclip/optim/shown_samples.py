@@ -13,10 +13,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
-from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS, AbstractGradSampleHooks
 from torch import Tensor, nn
 
-from fastclip._torch import OPACUS_HOOKS, at_end_of_pass, tree_leaves
+from fastclip._opacus import (
+    OPACUS_HOOKS,
+    OPACUS_PARAM_MONKEYPATCH_ATTRS,
+    AbstractGradSampleHooks,
+)
+from fastclip._torch import at_end_of_pass, tree_leaves
 from fastclip.backward.sums import ShownSum
 
 _WATCHED: WeakSet[AbstractGradSampleHooks] = WeakSet()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fastclip._opacus import AbstractGradSampleHooks
 from fastclip._torch import tree_map
 from fastclip.parallel.processes import bare
 from fastclip.parallel.shards import let_go

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus.data_loader import CollateFnWithEmpty
+from opacus.data_loader import wrap_collate_with_empty
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.data import DataLoader, default_collate
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 from fastclip import FastPrivacyEngine
 from fastclip.data.empty import EmptyBatches
 from fastclip.errors import ArgumentError
+from tests.opacus_runs import needs_16
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,12 @@ def test_batches_without_rows(name: str) -> None:
     assert all(expected(batch) for batch in private)
 
 
+@needs_16("its empty batches are lists of tensors")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_what_opacus_can_make_is_the_same(batch_first: bool) -> None:
     batch = {"x": torch.randn(1, 1, 5), "y": [torch.zeros(2, 1, dtype=torch.int32)]}
-    theirs = CollateFnWithEmpty(lambda rows: batch, batch_first=batch_first)
-    ours = EmptyBatches(theirs)
+    theirs: Any = wrap_collate_with_empty(collate_fn=lambda rows: batch, batch_first=batch_first)
+    ours = EmptyBatches(lambda rows: batch, batch_first)
     for collate in (theirs, ours):
         collate([0])
     a, b = theirs([]), ours([])

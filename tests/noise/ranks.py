@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from opacus.utils.fsdp_utils import FSDP2Wrapper
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
+from fastclip._opacus import HANDLES
 from fastclip.noise import SecureNoise
 
-MODES = ("hooks", "hooks per_layer", "ghost_fsdp", "ghost_fsdp mean", "hooks bf16")
+if HANDLES:
+    from opacus.utils.fsdp_utils import FSDP2Wrapper
+
+_SPREAD = ("ghost_fsdp", "ghost_fsdp mean") if HANDLES else ()
+MODES = ("hooks", "hooks per_layer", *_SPREAD, "hooks bf16")
 WIDTH = 5000
 
 

@@ -113,8 +113,8 @@ def test_samples_gradients_before_there_is_an_optimizer() -> None:
 
 def test_noise_and_accounting_are_opacus() -> None:
     """The same numbers of the same generator, and the same epsilon, as by Opacus' own two classes."""
-    x, moved, epsilons = rows(), [], []
-    base = network()
+    x, moved, epsilons = rows().float(), [], []
+    base = network().float()  # Opacus before 1.6 draws noise for no other type
     for module, kind in (
         (GradSampleModule, DPOptimizer), (opacus.GradSampleModule, opacus.optimizers.DPOptimizer)
     ):  # fmt: skip
@@ -134,7 +134,7 @@ def test_noise_and_accounting_are_opacus() -> None:
         epsilons.append(accountant.get_epsilon(1e-5))
     assert epsilons[0] == epsilons[1]
     for ours, theirs in zip(*moved, strict=True):
-        assert relative_error(ours, theirs) <= 1e-6
+        assert relative_error(ours, theirs) <= 1e-5
 
 
 class Module(GradSampleModule):
