@@ -188,8 +188,8 @@ def check_mode(mode: str, module: Any, *, wrap_model: bool) -> None:
         what = f"a model of fully_shard in grad_sample_mode={mode!r}"
     if what is not None:
         raise ArgumentError(
-            f"{what} expects Opacus 1.6, and {VERSION} is installed; omit grad_sample_mode (the fast "
-            "mode trains it with either), or install opacus>=1.6"
+            f"{what} expects Opacus 1.6, and {VERSION} is installed; install opacus>=1.6, or omit "
+            "grad_sample_mode"
         )
 
 

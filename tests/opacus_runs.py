@@ -27,6 +27,10 @@ def needs_16(lacks: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not HANDLES, reason=f"Opacus {VERSION}: {lacks}")
 
 
+HANDLE = pytest.param(False, marks=needs_16("its own modes wrap the model"))
+"""wrap_model=False in a mode of Opacus'."""
+
+
 def start(mode: str = "hooks", **kwargs: Any) -> tuple:
     """(net, private model, optimizer, loader): noise 0 and C = 1e-3 unless told otherwise."""
     torch.manual_seed(0)

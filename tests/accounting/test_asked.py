@@ -12,10 +12,10 @@ from opacus.accountants import (
     IAccountant,
     PRVAccountant,
     RDPAccountant,
-    create_accountant,
 )
 
 from fastclip import FastPrivacyEngine
+from fastclip._opacus import create_accountant
 from fastclip.accounting.ledger import keep_ledger
 from fastclip.errors import ArgumentError
 from tests.refusal import refused

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping
+from fastclip._opacus import HANDLES
+from fastclip.accounting.ledger import keep_ledger
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.oracle import row_loss
 from tests.refusal import refused
@@ -53,9 +56,9 @@ def saved(run) -> io.BytesIO:
     return file
 
 
-def load(run, file: io.BytesIO):
+def load(run, file: io.BytesIO, **options: Any):
     file.seek(0)
-    run[0].load_checkpoint(path=file, module=run[1], optimizer=run[2])
+    run[0].load_checkpoint(path=file, module=run[1], optimizer=run[2], **options)
     return run
 
 
@@ -85,10 +88,12 @@ def test_two_engines_that_resume_one_checkpoint_are_two_forks() -> None:
 
 def test_a_checkpoint_of_plain_opacus() -> None:
     theirs = walk(start(PrivacyEngine(accountant="rdp"), "hooks"), 4)
-    run = walk(load(start(mode="hooks"), saved(theirs)), 2)
+    trusted = {} if HANDLES else {"torch_load_kwargs": {"weights_only": False}}  # it holds a method
+    run = walk(load(start(mode="hooks"), saved(theirs), **trusted), 2)
     both = [(SIGMA, BATCH / ROWS, 4), *history(2)]
     assert run[0].accountant.history == both
-    assert load(theirs, saved(run))[0].accountant.history == both  # and ours by Opacus
+    if HANDLES:  # and ours by Opacus; before 1.6 it expects that method
+        assert load(theirs, saved(run))[0].accountant.history == both
 
 
 def test_a_checkpoint_that_does_not_say_what_was_spent() -> None:
@@ -100,7 +105,7 @@ def test_a_checkpoint_that_does_not_say_what_was_spent() -> None:
         {"module_state_dict": zeros, "privacy_accountant_state_dict": {"mechanism": "rdp"}},
         {
             "module_state_dict": zeros,
-            "privacy_accountant_state_dict": create_accountant("prv").state_dict(),
+            "privacy_accountant_state_dict": keep_ledger(create_accountant("prv")).state_dict(),
         },
         [],
     ):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opacus.accountants import create_accountant
 
+from fastclip._opacus import create_accountant
 from fastclip.accounting import TruncatedPoisson
 from fastclip.accounting.ledger import keep_ledger
 

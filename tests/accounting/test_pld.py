@@ -8,11 +8,11 @@ import sys
 
 import pytest
 from dp_accounting.pld import PLDAccountant as Reference
-from opacus.accountants import create_accountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fastclip import FastPrivacyEngine
+from fastclip._opacus import create_accountant
 from fastclip.accounting import (
     PLDAccountant,
     TruncatedPoisson,

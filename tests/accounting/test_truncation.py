@@ -13,10 +13,11 @@ import dp_accounting as dp
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant as Reference
-from opacus.accountants import PRVAccountant, RDPAccountant, create_accountant
+from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy.stats import norm
 
 from fastclip import FastPrivacyEngine
+from fastclip._opacus import create_accountant
 from fastclip.accounting import (
     TruncatedPoisson,
     epsilon,

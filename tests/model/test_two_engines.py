@@ -108,7 +108,7 @@ def test_plain_opacus_on_a_private_model(mode: str, how: str) -> None:
     """It cannot be stopped at its make_private: the fast mode refuses at its next pass."""
     net = model()
     _, held, optimizer = private(net, "fast")
-    private(sharing(net, how), mode, opacus.PrivacyEngine)
+    private(sharing(net, how), mode, opacus.PrivacyEngine, criterion=nn.CrossEntropyLoss())
     with refused(r"another engine \(Opacus'\).*cleanup\(\)", StepError):
         backward(held)
     assert all(p.grad is None for p in net.parameters())

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.errors import StepError
-from tests.opacus_runs import MODES, B, C, D, backward, moved, rows, start, weights
+from tests.opacus_runs import HANDLE, MODES, B, C, D, backward, moved, rows, start, weights
 from tests.refusal import refused
 
 WAY_OUT = "the optimizer that make_private returned"
@@ -86,7 +86,7 @@ def test_it_is_said_at_make_private(mode: str) -> None:
         only(lambda net: net.parameters(), mode)
 
 
-@pytest.mark.parametrize("wrap_model", [False, True])
+@pytest.mark.parametrize("wrap_model", [HANDLE, True])
 def test_after_cleanup_anybody_may_train(wrap_model: bool) -> None:
     net, model, _ = only(
         lambda net: net.parameters(), wrap_model=wrap_model, poisson_sampling=False
