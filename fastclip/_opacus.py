@@ -13,6 +13,7 @@ import inspect
 import re
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -167,7 +168,7 @@ if not hasattr(AbstractGradSampleModule, "cleanup"):
 
     def _cleanup(wrapper: Any) -> None:
         """The model is ordinary again. Called so since 1.6, which messages and programs go by."""
-        if any(OPACUS_MARK in p.__dict__ for p in wrapper.parameters()):  # else it is already
+        with suppress(ValueError):  # it is already
             wrapper.to_standard_module()
 
     AbstractGradSampleModule.cleanup = _cleanup  # type: ignore[method-assign,assignment]
