@@ -8,11 +8,13 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from opacus.data_loader import CollateFnWithEmpty
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.nn.utils.rnn import (
@@ -26,7 +28,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from fastclip import FastPrivacyEngine
 from fastclip._torch import tree_leaves
-from fastclip.data.collating import CheckedCollate
+from fastclip.data.collating import CheckedCollate, checked_collate
 from fastclip.errors import BatchSizeError, FastclipError
 from tests.data.test_draws import until_the_end
 
@@ -275,6 +277,21 @@ def test_the_bound_holds(collate: Any, way: str, kind: str) -> None:
 @pytest.mark.parametrize("way", ["Poisson", "order", "Poisson, workers", "units"])
 def test_the_default_is_known(way: str) -> None:
     assert most(default_collate, ROWS, **WAYS[way]) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("way", ["Poisson", "order", "units"])
+def test_the_default_is_called_as_it_is(way: str) -> None:
+    """Neither traced nor compared, whatever a Poisson loader puts around it."""
+    collate = model_of(default_collate, ROWS, **WAYS[way])[3].collate_fn
+    assert not isinstance(collate, CheckedCollate)
+    assert getattr(collate, "checked", default_collate) is default_collate
+
+
+def test_what_opacus_puts_around_a_function_changes_nothing() -> None:
+    around = partial(CollateFnWithEmpty, sample_empty_shapes=[(0, N)], dtypes=[torch.float32])
+    known, other = (around(f, batch_first=True, rand_on_empty=False) for f in (default_collate, padded))
+    assert checked_collate(known) is known
+    assert isinstance(checked_collate(other), CheckedCollate)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
