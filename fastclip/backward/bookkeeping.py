@@ -328,7 +328,7 @@ class BookKeeper:
         if self.caught is not None:
             self.caught(current, factor)
             return
-        norm_sq = self.trace.guarded(current.norms(factor, self.names))
+        norm_sq = self.trace.guarded(current.norms(factor, self.names), batch_size)
         per_layer = self.clipping.strategy.threshold.per_layer
         layers = current.places(self.names, norm_sq.device) if per_layer else None
         write = partial(current.write, self.sums, factor)

@@ -1,7 +1,8 @@
 """What the traced steps have found of a loss, watched in every later step.
 
-A mean over classes divides by the labels that count. The traced steps may have had none that is ignored;
-from the first batch that has one, the mean joins samples.
+A mean over classes divides by the labels that count. The traced steps may have had none that is ignored,
+but constants of the model, as many for each sample (of a sequence that is shifted by one position); from the
+first batch that has more, the mean joins samples.
 """
 
 from __future__ import annotations
@@ -24,47 +25,47 @@ class LossGuard:
 
     Args:
         concerns: whether a pass trains the private model: asked with its private nodes.
+        constants: labels that do not count and are no sample's, for each sample.
     """
 
-    def __init__(self, concerns: Callable[[object], bool]) -> None:
-        self.concerns = concerns
-        self.broken: Tensor | None = None
-        """On an accelerator: whether the pass under way is over labels of which some do not count."""
+    def __init__(self, concerns: Callable[[object], bool], constants: int = 0) -> None:
+        self.concerns, self.constants = concerns, constants
+        self._ignored: list[Tensor] = []
+        """How many labels do not count in each mean of the pass under way, []."""
         backward_listeners.add(self)
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over."""
 
     def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Look at the means over classes among what these losses are made of.
-
-        Raises:
-            GraphError: one of them leaves labels out, so that it joins samples.
-        """
-        self.broken = None
+        """Look at the means over classes among what these losses are made of."""
+        self._ignored = []
         private: list[object] = []
         nodes = deque(x.grad_fn for x in losses if x.grad_fn is not None)
         for node in above_private(nodes, private):
             if not node.name().startswith("NllLoss") or getattr(node, SAVED_REDUCTION) != _MEAN:
                 continue
             target: Tensor = getattr(node, TARGET)
-            if target.numel() < 2:
-                continue
-            uneven = getattr(node, TOTAL_WEIGHT) != target.numel()
-            self.broken = uneven if self.broken is None else self.broken | uneven
-        if self.broken is None or not any(map(self.concerns, private)):
-            self.broken = None
-        elif self.broken.device.type == "cpu" and bool(self.broken):
-            self.broken = None
-            raise GraphError(
-                "Your loss is a mean over the labels that count, and this batch has ignored ones, so "
-                "samples are not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
-            )
+            if target.numel() >= 2:
+                self._ignored.append(target.numel() - getattr(node, TOTAL_WEIGHT))
+        if not any(map(self.concerns, private)):
+            self._ignored = []
 
-    def void(self, norm_sq: Tensor) -> Tensor:
-        """NaN where the loss of this pass joins samples, so that none contributes; no device is waited
-        for."""
-        broken, self.broken = self.broken, None
-        if broken is None:
-            return norm_sq
-        return norm_sq.masked_fill(broken.to(norm_sq.device), torch.nan)
+    def checked(self, norm_sq: Tensor, batch_size: int) -> Tensor:
+        """Squared norms of a pass over so many samples; on an accelerator NaN where its loss joins
+        samples, so that none contributes: no device is waited for.
+
+        Raises:
+            GraphError: a mean over classes leaves labels of samples out, so that it joins samples.
+        """
+        ignored, self._ignored = self._ignored, []
+        for count in ignored:
+            broken = count != batch_size * self.constants
+            if count.device.type != "cpu":
+                norm_sq = norm_sq.masked_fill(broken.to(norm_sq.device), torch.nan)
+            elif bool(broken):
+                raise GraphError(
+                    "Your loss is a mean over the labels that count, and this batch has ignored ones, so "
+                    "samples are not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
+                )
+        return norm_sq

@@ -611,7 +611,8 @@ class StepTrace:
                 self.end()
         if batch_size > 1:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:
-                self._guard = LossGuard(self._is_ours)
+                alike = report.constant_labels if len(report.constant_labels) == 1 else {0}
+                self._guard = LossGuard(self._is_ours, *alike)
             self.left = max(self.left - (not step.judged), report.counted)
             self._tell()
         elif self._alone:
@@ -632,9 +633,9 @@ class StepTrace:
         keeper = call.handle.keeper if hasattr(call, "handle") else call.interceptor.keeper
         return keeper.trace is self and not (call.paused or keeper.paused)
 
-    def guarded(self, norm_sq: Tensor) -> Tensor:
-        """Squared norms, NaN if what was found of the loss does not hold in this step."""
-        return norm_sq if self._guard is None else self._guard.void(norm_sq)
+    def guarded(self, norm_sq: Tensor, batch_size: int) -> Tensor:
+        """Squared norms; an error, or NaN, if what was found of the loss does not hold in this step."""
+        return norm_sq if self._guard is None else self._guard.checked(norm_sq, batch_size)
 
     def _check_degree(
         self, degrees: set[int | None], mean: bool, batch_size: int, shifts: set[int]

@@ -139,7 +139,7 @@ def _shown(frame: FrameType) -> str:
 
 
 IGNORED_LABELS = "no label is ignored"
-"""A guard: in every later step a mean over classes counts all labels."""
+"""A guard: in every later step a mean over classes counts all labels of samples."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +286,8 @@ class Report:
     by_value: list[str] = field(default_factory=list)
     """What holds for the values of this batch."""
     guards: set[str] = field(default_factory=set)
+    constant_labels: set[int] = field(default_factory=set)
+    """Of each mean over classes: labels that do not count and are no sample's, for each sample."""
     """What must hold in every later step."""
     outside: list[tuple[str, str]] = field(default_factory=list)
     """Trained tensors that are none of the model's: shape and line."""

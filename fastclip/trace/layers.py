@@ -456,6 +456,7 @@ def _classes(call: Operation) -> list[Any]:
     if mean and counted is not None and not (uneven or own_labels):
         call.tracer.guarded_labels.add(memory_of(y))
         call.tracer.report.guards.add(IGNORED_LABELS)
+        call.tracer.report.constant_labels.add(_constant_labels(call, y, given["ignore_index"]))
     if call.name.endswith("backward"):
         return [replace(_classes_backward(call, own.unsqueeze(axis), uneven), add=order)]
     if given["reduction"] == 0:
@@ -492,6 +493,14 @@ def _counts_differ(call: Operation, y: Tensor, given: dict[str, Any]) -> bool:
     return bool(
         ((y == given["ignore_index"]) & (at.expanded(call.of(y), y.shape) != at.NONE)).any()
     )
+
+
+def _constant_labels(call: Operation, y: Tensor, ignored: int) -> int:
+    """How many labels that do not count, none of them a sample's, there are for each sample; 0 where
+    they are not as many for all."""
+    owners = at.expanded(call.of(y), y.shape)
+    count, samples = int((y == ignored).sum()), owners[owners >= 0].unique().numel()
+    return 0 if count % max(samples, 1) else count // max(samples, 1)
 
 
 def _classes_backward(call: Operation, own: Tensor, uneven: bool) -> Out:

@@ -187,6 +187,47 @@ def test_classes_that_all_count() -> None:
         optimizer.zero_grad()
 
 
+def following(scores: Tensor, labels: Tensor) -> Tensor:
+    """Each position's label is the next one's; the last has a constant that does not count."""
+    return token_mean(scores, F.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+
+
+def own_following(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none").mean(1)
+
+
+def test_constants_that_do_not_count() -> None:
+    """As many for each sample: exact in batches of any size, whose labels all count."""
+    model = Labelled(following).double()
+    own = Labelled(own_following).double()
+    own.load_state_dict(model.state_dict())
+    params = dict(model.named_parameters())
+    _, private, optimizer, _ = make_private(model, max_grad_norm=0.1, lr=0.0)
+    for rows, length in ((4, 5), (4, 5), (2, 5), (3, 4), (4, 5)):
+        batch = IDS[:rows, :length], TOKENS[:rows, :length]
+        grads = per_sample_gradients(own, batch, lambda losses, target: losses)
+        optimizer.zero_grad()
+        private(*batch).backward()
+        assert_sums(summed(params), clipped_sum(grads, 0.1), 1e-10)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "then",
+    [left_out, lost_row(IGNORED), lambda y: y.clone().index_fill_(1, torch.tensor(2), IGNORED)],
+)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_labels_of_samples_beside_constants(steps: int, then: Callable[[Tensor], Tensor]) -> None:
+    """Some of a sample's, all of it, one of each: none is made up for by the constants."""
+    private, optimizer = make_private(Labelled(following))[1:3]
+    for _ in range(steps):
+        private(IDS, TOKENS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with refused(COUPLED):
+        private(IDS, then(TOKENS)).backward()
+
+
 def mse(scores: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(scores, labels)
 
