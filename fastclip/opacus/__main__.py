@@ -1,6 +1,7 @@
 """A program that uses Opacus, on this engine: python -m fastclip.opacus script.py ..., or -m module ...
 
-Opacus' names are this engine's before the program begins (fastclip.opacus.install()).
+Opacus' names are this engine's before the program begins (fastclip.opacus.install()), and in the
+processes that it starts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from fastclip.opacus import children
 from fastclip.opacus.installation import install
 
 _USAGE = "usage: python -m fastclip.opacus (script.py | -m module) [arguments of the program]"
@@ -20,6 +22,7 @@ def main(arguments: list[str]) -> None:
         print(_USAGE)
         raise SystemExit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
     install()
+    children.include()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, "")

@@ -1,0 +1,52 @@
+"""A child of `python -m fastclip.opacus` starts: the first import of opacus installs this engine.
+
+Nothing else is imported before: most children never ask for opacus. Another sitecustomize that
+stands behind this one on the path runs as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+
+class _Installing(MetaPathFinder):
+    """Finds opacus, once, and installs this engine when it has been run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "opacus":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_install(module: ModuleType) -> None:
+            run(module)
+            from fastclip.opacus.installation import install
+
+            install()
+
+        spec.loader.exec_module = run_and_install  # type: ignore[method-assign]
+        return spec
+
+
+def _run_another() -> None:
+    """The sitecustomize that this one hides."""
+    here = Path(__file__).resolve().parent
+    others = [folder for folder in sys.path if Path(folder).resolve() != here]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+sys.meta_path.insert(0, _Installing())
+_run_another()
