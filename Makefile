@@ -12,7 +12,7 @@ PARTS := 1 2 3 4
 SEED := $(or $(SEED),$(shell date +%s))
 
 TORCH ?= 2.13.0
-.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with test-older test-opacus other conformance lint bench clean
+.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with test-older test-opacus other conformance lint bench clients clean
 
 venv: $(STAMP)
 
@@ -102,6 +102,25 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.train --parts
+
+# Programs that use Opacus, each with Opacus and with this, in an environment of their own: about an hour.
+# Their pins are passed over (torchvision and torchaudio for CUDA, vllm, an older huggingface-hub): what
+# docs/clients.md says of each runs without.
+CLIENTS := build/clients
+CLIENT_NEEDS := cryptography transformers peft accelerate datasets scikit-learn xgrammar json-repair "psutil<6" \
+	flwr==1.42.0 trl==1.16.0 colorama structlog pydantic-settings "pydantic[email]" rich opt_einsum prv-accountant
+clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m bench.clients --rounds 2 --out bench/results/clients-cpu.json
+	$(CLIENTS)/bin/python -m bench.clients.table bench/results/clients-cpu.json --page docs/clients.md
+
+$(CLIENTS)/.installed: Makefile
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet torch==2.13.0
+	FASTCLIP_BUILD=strict $(CLIENTS)/bin/python -m pip install --quiet --editable . torch==2.13.0
+	$(CLIENTS)/bin/python -m pip install --quiet $(CLIENT_NEEDS) torch==2.13.0
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps \
+		mostlyai-engine==2.7.3 nemo-safe-synthesizer==0.1.16 dp-transformers==1.0.0
+	touch $@
 
 clean:
 	rm -rf $(VENV) build fastclip/_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

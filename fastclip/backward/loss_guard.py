@@ -1,7 +1,7 @@
 """What the traced steps have found of a loss, watched in every later step.
 
 A mean over classes divides by the labels that count. The traced steps may have had none that is ignored,
-but constants of the model, as many for each sample (of a sequence that is shifted by one position); from the
+but constants of the model, as many for each sample (a sequence shifted by one position); from the
 first batch that has more, the mean joins samples.
 """
 
@@ -18,6 +18,10 @@ from fastclip.errors import GraphError
 from fastclip.graph import above_private
 
 _MEAN = 1
+_IGNORED = (
+    "Your loss is a mean over the labels that count, and this batch has ignored ones, so samples are "
+    "not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
+)
 
 
 class LossGuard:
@@ -64,8 +68,5 @@ class LossGuard:
             if count.device.type != "cpu":
                 norm_sq = norm_sq.masked_fill(broken.to(norm_sq.device), torch.nan)
             elif bool(broken):
-                raise GraphError(
-                    "Your loss is a mean over the labels that count, and this batch has ignored ones, so "
-                    "samples are not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
-                )
+                raise GraphError(_IGNORED)
         return norm_sq
