@@ -16,7 +16,9 @@ ABOUT = About(
     runs="`train` of MOSTLY_AI/Small (with Opacus' LSTM) on 1,000 people of 1 to 6 rows of 3 "
     "columns, batch 256, 3 epochs; "
     "`generate`",
-    note="as above",
+    note="each person's loss is divided by the number of rows of the whole batch "
+    "(`_calculate_sample_losses`), so what one contributes depends on the others: Opacus trains and "
+    "states an epsilon that this loss does not have",
 )
 
 
