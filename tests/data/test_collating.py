@@ -289,7 +289,9 @@ def test_the_default_is_called_as_it_is(way: str) -> None:
 
 def test_what_opacus_puts_around_a_function_changes_nothing() -> None:
     around = partial(CollateFnWithEmpty, sample_empty_shapes=[(0, N)], dtypes=[torch.float32])
-    known, other = (around(f, batch_first=True, rand_on_empty=False) for f in (default_collate, padded))
+    known, other = (
+        around(f, batch_first=True, rand_on_empty=False) for f in (default_collate, padded)
+    )
     assert checked_collate(known) is known
     assert isinstance(checked_collate(other), CheckedCollate)
 
