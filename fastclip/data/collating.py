@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
@@ -219,7 +218,7 @@ def checked_collate(
     collate: Any, *, batch_first: bool = True, ordered: bool = False, views: int = 1
 ) -> Any:
     """A collate function that checks its batches; one that is known, or that does, is unchanged."""
-    own = collate.wrapped_collator_fn if isinstance(collate, CollateFnWithEmpty) else collate
+    own = getattr(collate, "wrapped_collator_fn", collate)  # of a Poisson loader, or Opacus'
     if own is None or own is default_collate or isinstance(own, CheckedCollate):
         return collate
     if isinstance(getattr(collate, "checked", None), CheckedCollate):  # of a Poisson loader

@@ -286,9 +286,9 @@ class Report:
     by_value: list[str] = field(default_factory=list)
     """What holds for the values of this batch."""
     guards: set[str] = field(default_factory=set)
+    """What must hold in every later step."""
     constant_labels: set[int] = field(default_factory=set)
     """Of each mean over classes: labels that do not count and are no sample's, for each sample."""
-    """What must hold in every later step."""
     outside: list[tuple[str, str]] = field(default_factory=list)
     """Trained tensors that are none of the model's: shape and line."""
     carried: list[Cause | None] = field(default_factory=list)
