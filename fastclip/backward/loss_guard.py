@@ -8,7 +8,7 @@ first batch that has more, the mean joins samples.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ class LossGuard:
 
     Args:
         concerns: whether a pass trains the private model: asked with its private nodes.
-        constants: labels that do not count and are no sample's, for each sample.
+        constants: of each mean, labels that do not count and are no sample's, for each sample. Means of
+            several kinds may have none.
     """
 
-    def __init__(self, concerns: Callable[[object], bool], constants: int = 0) -> None:
-        self.concerns, self.constants = concerns, constants
+    def __init__(self, concerns: Callable[[object], bool], constants: Collection[int] = ()) -> None:
+        self.concerns = concerns
+        self.constants = max(constants) if len(constants) == 1 else 0
         self._ignored: list[Tensor] = []
         """How many labels do not count in each mean of the pass under way, []."""
         backward_listeners.add(self)

@@ -611,8 +611,7 @@ class StepTrace:
                 self.end()
         if batch_size > 1:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:
-                alike = report.constant_labels if len(report.constant_labels) == 1 else {0}
-                self._guard = LossGuard(self._is_ours, *alike)
+                self._guard = LossGuard(self._is_ours, report.constant_labels)
             self.left = max(self.left - (not step.judged), report.counted)
             self._tell()
         elif self._alone:

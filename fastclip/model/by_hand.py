@@ -141,6 +141,13 @@ class ByHand:
         """As `remove_hooks`."""
         self.remove_hooks()
 
+    @property
+    def hooks_enabled(self) -> bool:
+        """Passes leave something."""
+        if self.clips:
+            return not self.keeper.calls.paused
+        return all(own.hooks_enabled for own in self.earlier)
+
     def disable_hooks(self) -> None:
         """Passes leave nothing, until `enable_hooks`: no per-sample gradients, no clipped sums."""
         self._switch(on=False)

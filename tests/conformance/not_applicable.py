@@ -25,14 +25,14 @@ class Entry:
         return fnmatchcase(case, self.pattern)
 
 
-_NEVER_THERE = "reads per-sample gradients, which the fast mode never builds"
+NEVER_THERE = "reads per-sample gradients, which the fast mode never builds"
 _HOOKS = "switches hooks off and on; the fast mode has none: engine.paused() is its way"
-_HOW = "asks whether Opacus' functorch serves the layer; ours serves it with a rule of its own"
-_UNSEEDED = (
+HOW = "asks whether Opacus' functorch serves the layer; ours serves it with a rule of its own"
+UNSEEDED = (
     "takes noise from torch.Generator() as it is made, which has one seed in all processes; the engine "
     "refuses it"
 )
-_LUCK = (
+LUCK = (
     "allows 1.3 standard deviations of 160 parameters' noise, which that of Opacus' own stream stays "
     "within for the seed of the test, and ours does not"
 )
@@ -44,35 +44,38 @@ _HALF = (
     "asks for epsilon within 0.005 of the target where the search stops within 0.01, as Opacus' does, "
     "whose estimate happens to fall there"
 )
-_MUST_FAIL = "asks that training fails where ExpandedWeights do not know the layer; ours trains it"
+MUST_FAIL = "asks that training fails where ExpandedWeights do not know the layer; ours trains it"
+POSITIONS = (
+    "forgets batch_first=False: Opacus clips the gradients of positions instead of samples, and the "
+    "engine raises an error"
+)
 
 ENTRIES = (
-    Entry("privacy_engine::*_fast::test_sample_grad_aggregation", AttributeError, _NEVER_THERE),
-    Entry("gradient_accumulation::*_fast::test_grad_sample_accumulation", ValueError, _NEVER_THERE),
-    Entry("gradient_accumulation::*_fast::*_no_poisson_accumulation", AttributeError, _NEVER_THERE),
-    Entry("grad_samples::*_fast_module::test_asymetric_*", GradSampleError, _NEVER_THERE),
-    Entry("grad_sample_module::*::test_grad_sample_computation", GradSampleError, _NEVER_THERE),
+    Entry("privacy_engine::*_fast::test_sample_grad_aggregation", AttributeError, NEVER_THERE),
+    Entry("gradient_accumulation::*_fast::test_grad_sample_accumulation", ValueError, NEVER_THERE),
+    Entry("gradient_accumulation::*_fast::*_no_poisson_accumulation", AttributeError, NEVER_THERE),
+    Entry("grad_samples::*_fast_module::test_asymetric_*", GradSampleError, NEVER_THERE),
+    Entry("grad_sample_module::*::test_grad_sample_computation", GradSampleError, NEVER_THERE),
     Entry("grad_sample_module::*::test_*able_hooks", AttributeError, _HOOKS),
-    Entry("grad_sample_module::*::test_standard_module_validation", AssertionError, _HOW),
-    Entry("privacy_engine_validation::*_fast::test_custom_linear_hooks", AssertionError, _HOW),
-    Entry("privacy_engine_validation::*_fast::test_unsupported_hooks", AssertionError, _HOW),
-    Entry("privacy_engine_validation::*_fast::*_hooks_requires_grad", AssertionError, _HOW),
-    Entry("privacy_engine_validation::*_fast::test_unsupported_ew", AssertionError, _MUST_FAIL),
-    Entry("privacy_engine_validation::*_fast::test_extra_param_ew", AssertionError, _MUST_FAIL),
+    Entry("grad_sample_module::*::test_standard_module_validation", AssertionError, HOW),
+    Entry("privacy_engine_validation::*_fast::test_custom_linear_hooks", AssertionError, HOW),
+    Entry("privacy_engine_validation::*_fast::test_unsupported_hooks", AssertionError, HOW),
+    Entry("privacy_engine_validation::*_fast::*_hooks_requires_grad", AssertionError, HOW),
+    Entry("privacy_engine_validation::*_fast::test_unsupported_ew", AssertionError, MUST_FAIL),
+    Entry("privacy_engine_validation::*_fast::test_extra_param_ew", AssertionError, MUST_FAIL),
     Entry(
         "privacy_engine::PrivacyEngineText*::test_make_private_with_epsilon",
         BatchSizeError,
-        "forgets batch_first=False: Opacus clips the gradients of positions instead of samples, and "
-        "the engine refuses",
+        POSITIONS,
     ),
     Entry(
         "privacy_engine::*EmptyBatchTest_fast::test_make_private_with_epsilon",
         AssertionError,
         _HALF,
     ),
-    Entry("randomness::*_fast::test_generator", StepError, _UNSEEDED),
-    Entry("randomness::*_fast::test_generator_with_global_seed", StepError, _UNSEEDED),
-    Entry("privacy_engine::*CustomLayer*::test_noise_level", AssertionError, _LUCK),
+    Entry("randomness::*_fast::test_generator", StepError, UNSEEDED),
+    Entry("randomness::*_fast::test_generator_with_global_seed", StepError, UNSEEDED),
+    Entry("privacy_engine::*CustomLayer*::test_noise_level", AssertionError, LUCK),
     Entry("accountants::*_fast::test_get_noise_multiplier_prv_*", AssertionError, _TIGHT),
     Entry(
         "poisson::*_secure::test_same_seed",
