@@ -288,8 +288,7 @@ class BookKeeper:
                 False  # of a shard, make_step, a pause, or what torch.autograd.grad was asked for
             )
         if self.trace.observing:
-            losses = self.trace.losses_if_public(gradient)
-            return losses is not None and self.penalties.allow(losses)
+            return self.trace.is_public(gradient) and self.penalties.allow()
         return self.penalties.known
 
     def record_derived(

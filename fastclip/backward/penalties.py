@@ -18,6 +18,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from fastclip._torch import at_end_of_pass, backward_listeners, current_task
+from fastclip.backward.loss_graph import running_roots
 from fastclip.backward.loss_scale import is_scaled, running_scale
 from fastclip.graph import Node, above_private
 
@@ -51,13 +52,14 @@ class Penalties:
     def __reduce__(self) -> Any:
         return Penalties, ({},)
 
-    def allow(self, losses: Sequence[Node]) -> bool:
-        """A traced step has found that what comes of these losses past the model holds no sample.
+    def allow(self) -> bool:
+        """A traced step has found that what comes of its losses past the model holds no sample.
 
         Returns:
             False if functions that are not torch's own have a part in it: they may change unseen.
         """
-        form = form_of(losses, self._names)
+        roots = running_roots()
+        form = None if roots is None or roots.seeded else form_of(roots.nodes, self._names)
         if form is None:
             return False
         self._forms.add(form)

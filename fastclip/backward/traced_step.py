@@ -119,8 +119,6 @@ class _Step:
     """The numbers of the nodes of the model's outputs."""
     reached: set[int] = field(default_factory=set)
     """The numbers of the nodes behind the losses."""
-    losses: list[Any] = field(default_factory=list)
-    """The nodes of the losses of the pass under way."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
     """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -343,7 +341,7 @@ class StepTrace:
         step = self._step
         if step is None:
             return
-        step.opened, step.losses = False, [x.grad_fn for x in losses if x.grad_fn is not None]
+        step.opened = False
         step.came.clear()
         step.tracer.lines.enter_backward()
         self._walk(step, losses)
@@ -353,14 +351,14 @@ class StepTrace:
             ):  # too few are torch's to name
                 seed_gradient(step.tracer, loss, gradient)
 
-    def losses_if_public(self, gradient: Tensor) -> list[Any] | None:
-        """The nodes of the losses of the pass under way, if this gradient follows from no sample."""
+    def is_public(self, gradient: Tensor) -> bool:
+        """Whether a gradient follows from no sample, as far as the step under way is followed."""
         step = self._step
         if step is None or step.tracer.python.may_hold_samples:
-            return None
+            return False
         with step.tracer.aside():
             own = step.tracer.shadow_of(gradient)
-        return None if own.held or own.factor is not None else step.losses
+        return not own.held and own.factor is None
 
     @staticmethod
     def _walk(step: _Step, losses: Sequence[Tensor]) -> None:
