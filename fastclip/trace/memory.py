@@ -273,7 +273,7 @@ class Memory:
 
     def axis_of(self, x: torch.Tensor) -> int | None:
         """The first axis that is as long as the batch, without views or with them."""
-        sizes = self.samples, self.samples * self.views
+        sizes = (self.samples, self.samples * self.views) if x.layout is torch.strided else ()
         return next((a for a, n in enumerate(x.shape) if n in sizes and x.stride(a)), None)
 
     def each_at(self, size: int) -> int:
