@@ -6,31 +6,57 @@ processes that it starts.
 
 from __future__ import annotations
 
+import argparse
+import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 from fastclip.opacus import children
 from fastclip.opacus.installation import install
 
-_USAGE = "usage: python -m fastclip.opacus (script.py | -m module) [arguments of the program]"
-
 
 def main(arguments: list[str]) -> None:
     """Run the program with its own arguments."""
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
-        print(_USAGE)
-        raise SystemExit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
-    install()
-    children.include()
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
+    parser = argparse.ArgumentParser(
+        prog="python -m fastclip.opacus", allow_abbrev=False,
+        description="Run a program that imports opacus, unchanged, with fastclip's engine in its place.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", dest="settings",
+        help="a keyword of every make_private that does not give it: --set clipping=automatic "
+        "--set gamma=0.0 --set model_loss=per_sample",
+    )  # fmt: skip
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER,
+        help="script.py, or -m module; and the program's own arguments",
+    )  # fmt: skip
+    given, rest = parser.parse_known_args(arguments)
+    program = [*rest, *given.program]
+    if not program or program == ["-m"] or (program[0] != "-m" and program[0].startswith("-")):
+        parser.error(f"no program to run in {arguments}: name a script, or -m and a module")
+    defaults = dict(given.settings)
+    install(**defaults)
+    children.include(defaults)
+    if program[0] == "-m":
+        sys.argv = program[1:]
         sys.path.insert(0, "")
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
-    sys.argv = arguments
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    runpy.run_path(arguments[0], run_name="__main__")
+    sys.argv = program
+    sys.path.insert(0, str(Path(program[0]).resolve().parent))
+    runpy.run_path(program[0], run_name="__main__")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals):
+        raise argparse.ArgumentTypeError(f"expects NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 if __name__ == "__main__":

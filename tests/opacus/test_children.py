@@ -39,9 +39,9 @@ subprocess.run([sys.executable, "-c", code], check=True)
 KINDS = {"spawn": SPAWNS, "subprocess": STARTS, "a part first": LATER, "without opacus": WITHOUT}
 
 
-def said(script: str, folder: Path, paths: str = str(ROOT)) -> str:
+def said(script: str, folder: Path, paths: str = str(ROOT), *settings: str) -> str:
     (folder / "program.py").write_text(script)
-    command = [sys.executable, "-W", "ignore", "-m", "fastclip.opacus", "program.py"]
+    command = [sys.executable, "-W", "ignore", "-m", "fastclip.opacus", *settings, "program.py"]
     environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "FASTCLIP_BUILD": "0"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert not done.returncode, done.stderr
@@ -63,3 +63,20 @@ def test_another_sitecustomize_runs(tmp_path: Path) -> None:
     code = f"import sys; {NAMES}; print(sys.argv_of_site, E.__module__.partition('.')[0])"
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     assert said(script, tmp_path, f"{own}:{ROOT}") == "own fastclip"
+
+
+@pytest.mark.extras
+def test_settings_reach_children(tmp_path: Path) -> None:
+    """--set gives every make_private a keyword, in the processes that the program starts, too."""
+    code = f"import sys; {NAMES}; from fastclip.opacus import engine; print(engine.DEFAULTS)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    settings = [
+        "--set",
+        "model_loss=per_sample",
+        "--set",
+        "clipping=automatic",
+        "--set",
+        "gamma=0.0",
+    ]
+    found = said(script, tmp_path, str(ROOT), *settings)
+    assert found == str({"model_loss": "per_sample", "clipping": "automatic", "gamma": 0.0})

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fastclip.opacus.__main__ import main
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = """
 loader = DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))), batch_size=8)
@@ -159,3 +161,20 @@ def test_a_program_that_is_not_changed(as_module: bool, tmp_path: Path) -> None:
     paths = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "FASTCLIP_BUILD": "0"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=paths)
     assert done.stdout.strip() == "fastclip ['--epochs', '3'] __main__", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "no program"),
+        (["--set", "gamma", "x.py"], "NAME=VALUE"),
+        (["--other", "x.py"], "no program"),
+    ],
+)
+def test_a_command_that_names_no_program(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

@@ -6,6 +6,8 @@ stands behind this one on the path runs as well.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -33,7 +35,7 @@ class _Installing(MetaPathFinder):
             run(module)
             from fastclip.opacus.installation import install
 
-            install()
+            install(**json.loads(os.environ.get("FASTCLIP_OPACUS", "{}")))
 
         spec.loader.exec_module = run_and_install  # type: ignore[method-assign]
         return spec
