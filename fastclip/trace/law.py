@@ -327,15 +327,17 @@ def meets_chance(
 _MATRICES = frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution"))
 
 
-def lies_across(kind: Kind, x: Tensor, axis: int, shadows: Sequence[Shadow]) -> bool:
-    """An axis as long as the batch is not the axis of the samples that it meets, or it meets parameters
-    alone (weights, from which they are to stay near).
+def lies_across(tracer: Any, kind: Kind, x: Tensor, axis: int, shadows: Sequence[Shadow]) -> bool:
+    """An axis as long as the batch is not the axis of the samples that it meets, or past the model it
+    meets parameters alone, entry by entry (weights, to which they are to stay near).
 
     Args:
         x: an operand. axis: its axis. shadows: of all operands.
     """
     alone = not any(s.held for s in shadows) and any(s.flags & TRAINED for s in shadows)
-    if alone or kind.name in _MATRICES:
+    if alone and kind.pointwise and not tracer.lines.in_model():
+        return True
+    if kind.name in _MATRICES:
         return True
     behind = x.dim() - axis
     held = [s.sample for s in shadows if s.sample is not None and s.sample.numel() > 1]

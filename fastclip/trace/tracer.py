@@ -669,7 +669,7 @@ class Tracer(TorchDispatchMode):
                 if (
                     axis is not None
                     and self.python.handed
-                    and law.lies_across(kind, x, axis, shadows)
+                    and law.lies_across(self, kind, x, axis, shadows)
                 ):
                     self.memory.know(x)  # it was there before its samples were drawn
                 elif axis is not None and (self.same_samples or not self.memory.was_given(x)):

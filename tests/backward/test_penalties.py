@@ -298,3 +298,21 @@ def test_a_pause_brings_none() -> None:
         optimizer.step()
     with engine.paused(), pytest.raises(ParameterLeakError):
         lasso(private, []).backward()
+
+
+def test_samples_that_another_trace_has_not_seen_are_no_constants() -> None:
+    """They meet parameters alone in a linear layer, too; there they are data."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    engine, private, optimizer, loader = make_private(
+        model, dataset=data, batch_size=8, loss_reduction="mean"
+    )
+    for _ in range(2):
+        private, optimizer, loader = engine.make_private(
+            module=private, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0,
+            max_grad_norm=1.0, poisson_sampling=False,
+        )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(private(x), y).backward()
+        optimizer.step()
