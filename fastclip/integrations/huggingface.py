@@ -9,6 +9,7 @@ and PEFT see the plain model; when `train()` returns, its layers are ordinary ag
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ class PrivateTrainer(RowLossTrainer):
             raise ArgumentTypeError(f"{twice[0]} was given by position and by keyword; omit either")
         kwargs = {**named, **kwargs}
         args = kwargs.get("args")
-        args = TrainingArguments("tmp_trainer") if args is None else copy.copy(args)
-        check_training_arguments(args, privacy)
+        args = self.default_arguments() if args is None else copy.copy(args)
         self.privacy = privacy
+        self.check_arguments(args)
         self.physical_batch_size: int | None = args.per_device_train_batch_size
         strategy: Any = privacy.clipping
         if isinstance(strategy, Clipping) and strategy.threshold.same_step:
@@ -118,6 +119,22 @@ class PrivateTrainer(RowLossTrainer):
         self.add_callback(AccountedCheckpoints(self))
 
     # Before training
+
+    def default_arguments(self) -> TrainingArguments:
+        """Of a trainer that was given none."""
+        return TrainingArguments("tmp_trainer")
+
+    def check_arguments(self, args: TrainingArguments) -> None:
+        """Refuse what is not supported.
+
+        Raises:
+            ArgumentError: naming the argument, why, and the way out.
+        """
+        check_training_arguments(args, self.privacy)
+
+    def rows_of(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
+        """The data collator whose batches hold one row for each row of the data set."""
+        return collate
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -164,7 +181,7 @@ class PrivateTrainer(RowLossTrainer):
             )
         prepared = super().get_train_dataloader()  # Accelerate's would draw one batch ahead
         kept = (
-            "collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context",
+            "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context",
             "prefetch_factor", "persistent_workers",
         )  # fmt: skip
         shares = self._shares(prepared.dataset, shuffle=not self.privacy.poisson_sampling)
@@ -172,6 +189,7 @@ class PrivateTrainer(RowLossTrainer):
             prepared.dataset, generator=self.sampling_generator,
             drop_last=self.args.dataloader_drop_last, **shares,
             **{name: getattr(prepared, name) for name in kept},
+            collate_fn=self.rows_of(prepared.collate_fn),
         )  # fmt: skip
         return self._make_private(loader) if self._private else loader
 

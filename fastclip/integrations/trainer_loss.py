@@ -14,6 +14,8 @@ from fastclip.integrations.row_losses import FIX, WAY_OUT, Checked, check_functi
 from fastclip.integrations.trainer_ranks import RanksTrainer
 
 _ENDS = ("start_positions", "end_positions")
+_OF_TRL = ("PrivateDPOTrainer", "PrivateSFTTrainer")
+"""What fastclip.integrations.trl has."""
 
 
 class RowLossTrainer(RanksTrainer):
@@ -29,6 +31,8 @@ class RowLossTrainer(RanksTrainer):
 
     _private = False
     """Inside a private train()."""
+    serves: tuple[type, ...] = ()
+    """Classes behind this one in whose place its own `_training_loss` gives samples' losses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if type(self).compute_loss is not RowLossTrainer.compute_loss:
@@ -44,11 +48,15 @@ class RowLossTrainer(RanksTrainer):
     def _check_behind(self) -> None:
         """No class behind this one has a loss of its own, which would not be trained on."""
         for kind in _behind(type(self)):
-            if kind is not Trainer and "compute_loss" in vars(kind):
-                raise ArgumentError(
-                    f"{kind.__name__}.compute_loss stands behind PrivateTrainer, which trains on rows' "
-                    f"own losses in its place; {WAY_OUT}"
-                )
+            if kind in (Trainer, *self.serves) or "compute_loss" not in vars(kind):
+                continue
+            private, way_out = f"Private{kind.__name__}", WAY_OUT
+            if private in _OF_TRL and kind.__module__.startswith("trl."):
+                way_out = f"use fastclip.integrations.trl.{private}, or {WAY_OUT}"
+            raise ArgumentError(
+                f"{kind.__name__}.compute_loss stands behind PrivateTrainer, which trains on rows' "
+                f"own losses in its place; {way_out}"
+            )
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
@@ -66,7 +74,7 @@ class RowLossTrainer(RanksTrainer):
         if self.compute_loss_func is not None:
             return self._given_loss(model, dict(inputs))
         if self.label_smoother is None:
-            found: Any = super().compute_loss(model, inputs, return_outputs=True)
+            found: Any = Trainer.compute_loss(self, model, inputs, return_outputs=True)
             return found
         if isinstance(self._labels(inputs), dict):
             raise ArgumentError(

@@ -1,0 +1,252 @@
+"""TRL's trainers with differential privacy: docs/llm.md.
+
+TRL's fused head multiplies `lm_head.weight` in an autograd function of its own, which no per-sample
+rule can see into, and its losses are means over tokens, or over rows of which a pair has two. Here
+the model's ordinary head runs, and a loss is one number a sample; a sample of DPO is a pair.
+
+Index letters: b sample, t token, v entry of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from fastclip.errors import ArgumentError
+from fastclip.integrations.huggingface import PrivacyArguments, PrivateTrainer
+
+__all__ = ["PrivacyArguments", "PrivateDPOTrainer", "PrivateSFTTrainer"]
+
+IGNORED = -100
+_COUPLED = {
+    "aot": "it sorts the pairs of the batch",
+    "aot_unpaired": "it sorts the pairs of the batch",
+    "sft": "it is a mean over all tokens of the batch",
+}
+"""Losses of DPOConfig that join pairs, and how."""
+_PAIRED = ("input_ids", "attention_mask", "completion_mask", "token_type_ids")
+"""Of a batch of pairs: the chosen rows, then the rejected ones, [2b, t]."""
+
+
+class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
+    """TRL's SFTTrainer, whose training is differentially private: one row of the data set is a sample.
+
+    It trains on the mean over samples of each sample's mean over its own tokens (`loss_type` "nll" or
+    "dft"), not on the mean over all tokens of the batch. Evaluation is TRL's own.
+
+    Args:
+        given: as of SFTTrainer, and as of PrivateTrainer.
+
+    Raises:
+        ArgumentError: for packing, padding_free, and the balancing loss of a mixture of experts, which
+            join rows; as PrivateTrainer.
+
+    Formal guarantee: as of PrivateTrainer.
+    """
+
+    serves = (SFTTrainer,)
+
+    def __init__(self, *given: Any, **kwargs: Any) -> None:
+        super().__init__(*given, **kwargs)
+        _check_experts(self)
+
+    def default_arguments(self) -> SFTConfig:
+        return SFTConfig("tmp_trainer")
+
+    def check_arguments(self, args: Any) -> None:
+        super().check_arguments(args)
+        _check_padded(args)
+
+    def _training_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        if self.compute_loss_func is not None or self.args.loss_type != "dft":
+            return super()._training_loss(model, inputs)
+        labels = inputs["labels"]
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        found, counted = log_probs(outputs.logits, labels), labels[:, 1:] != IGNORED
+        losses = (-found * found.detach().exp()).sum(1)  # arXiv 2508.05629, equation 9
+        return (losses / counted.sum(1).clamp(min=1)).mean(), outputs
+
+
+class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
+    """TRL's DPOTrainer, whose training is differentially private: a pair is one sample.
+
+    The gradient of a pair's loss, through its chosen and its rejected row, is clipped as one. The model
+    runs on both in one pass, [b, 2, t]. Losses are TRL's, computed in each process on its own pairs.
+    The reference is TRL's: another model, or the same without its adapter, or precomputed.
+
+    Args:
+        given: as of DPOTrainer, and as of PrivateTrainer.
+
+    Raises:
+        ArgumentError: for losses that join pairs ("aot", "aot_unpaired", "sft", the balancing loss of a
+            mixture of experts), padding_free and pictures; as PrivateTrainer.
+
+    Formal guarantee: as of PrivateTrainer; neighbours differ in one pair, added or removed.
+    """
+
+    serves = (DPOTrainer,)
+
+    def __init__(self, *given: Any, **kwargs: Any) -> None:
+        super().__init__(*given, **kwargs)
+        _check_experts(self)
+        if self._is_vision_dataset:
+            raise ArgumentError(
+                "PrivateDPOTrainer trains on pairs of texts, and this data set has pictures; write the "
+                "loop yourself, with pairs [b, 2, t] (docs/llm.md)"
+            )
+
+    def default_arguments(self) -> DPOConfig:
+        return DPOConfig("tmp_trainer")
+
+    def check_arguments(self, args: Any) -> None:
+        super().check_arguments(args)
+        _check_padded(args)
+        for name in getattr(args, "loss_type", ()):
+            if name in _COUPLED:
+                raise ArgumentError(
+                    f"DPOConfig(loss_type={name!r}) joins pairs, for {_COUPLED[name]}; use one that is a "
+                    "mean over pairs, as 'sigmoid'"
+                )
+
+    def rows_of(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
+        return PairCollate(collate)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with _pairs_run(self.model):
+            return super().train(*args, **kwargs)
+
+    def _training_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        flat = {
+            name: value.transpose(0, 1).flatten(0, 1) if name in _PAIRED else value
+            for name, value in inputs.items()
+        }
+        accelerator, self.accelerator = self.accelerator, _OneProcess(self.accelerator)
+        run = functools.partial(_run_pairs, model, self.use_weighting)
+        try:
+            loss = DPOTrainer.compute_loss(self, run, flat)
+        finally:
+            self.accelerator = accelerator
+            self._metrics["train"].clear()  # of private pairs, and how many tokens were drawn
+            self._total_train_tokens = 0
+        return loss, {}
+
+
+class PairCollate:
+    """Collates pairs into tensors [b, 2, t], the chosen row first, which `collate` returns as [2b, t]."""
+
+    def __init__(self, collate: Callable[[list], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, drawn: list[Any]) -> dict[str, Any]:
+        batch = self.collate(drawn)
+        return {
+            name: value.unflatten(0, (2, -1)).transpose(0, 1) if name in _PAIRED else value
+            for name, value in batch.items()
+        }
+
+
+def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each next label.
+
+    Args:
+        logits: [b, t, v]; of virtual tokens before the labels' own, too. labels: int64 [b, t].
+
+    Returns:
+        [b, t - 1]; 0 where the label is -100.
+    """
+    answers = labels[:, 1:]
+    logits = logits[:, -labels.shape[1] : -1]
+    found = logits.log_softmax(-1).gather(-1, answers.clamp(min=0)[..., None])[..., 0]
+    return found.masked_fill(answers == IGNORED, 0.0)
+
+
+class _Scored(NamedTuple):
+    """What TRL reads of its fused head, [2b, t - 1]; what only its metrics read is 0."""
+
+    log_probs: Tensor
+    log_sum_sq_probs: Tensor
+    entropy: Tensor
+    mean_logits: Tensor
+    is_top1: Tensor
+
+
+def _run_pairs(
+    model: nn.Module, weighted: bool, labels: Tensor, fused_lm_head: bool, **inputs: Any
+) -> _Scored:
+    """What the private model makes of pairs that lie as TRL lays them, by its ordinary head."""
+    pairs = {
+        name: value.unflatten(0, (2, -1)).transpose(0, 1) if name in _PAIRED else value
+        for name, value in inputs.items()
+    }
+    logits = model(**pairs).transpose(0, 1).flatten(0, 1)  # [2b, t, v]
+    found = log_probs(logits, labels)
+    nothing = torch.zeros_like(found)
+    squares = nothing
+    if weighted:
+        own = logits.detach()[:, -labels.shape[1] : -1]
+        squares = (2 * own).logsumexp(-1) - 2 * own.logsumexp(-1)
+    return _Scored(found, squares, nothing, nothing, nothing.bool())
+
+
+class _OneProcess:
+    """An accelerator that gathers nothing: processes draw different numbers of pairs."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, given: Any) -> Any:
+        return given
+
+    gather_for_metrics = gather
+
+
+@contextmanager
+def _pairs_run(model: nn.Module) -> Iterator[None]:
+    """Inside, the model takes pairs, [b, 2, t], too, and returns their logits, [b, 2, t, v]."""
+    held = model.__dict__
+    before, own = held.get("forward"), model.forward
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids")
+        if ids is None or ids.dim() != 3:
+            return own(*args, **kwargs)
+        flat = {n: v.flatten(0, 1) if n in _PAIRED else v for n, v in kwargs.items()}
+        return own(*args, **flat).logits.unflatten(0, ids.shape[:2])
+
+    held["forward"] = MethodType(forward, model)
+    try:
+        yield
+    finally:
+        held.pop("forward", None)
+        if before is not None:
+            held["forward"] = before
+
+
+def _check_padded(args: Any) -> None:
+    """Refuse batches that hold several rows in one sequence."""
+    for name in ("packing", "padding_free"):
+        if getattr(args, name, False):
+            raise ArgumentError(
+                f"{type(args).__name__}({name}=True) lays several rows of the data set into one sequence, "
+                f"so that no row's gradient can be clipped alone. Leave {name}=False; padded rows are "
+                "exact"
+            )
+
+
+def _check_experts(trainer: Any) -> None:
+    if trainer.aux_loss_enabled:
+        raise ArgumentError(
+            "the balancing loss of a mixture of experts is a statistic of the whole batch; pass "
+            f"{type(trainer.args).__name__}(router_aux_loss_coef=0.0)"
+        )
