@@ -108,6 +108,11 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
     def check_arguments(self, args: Any) -> None:
         super().check_arguments(args)
         _check_padded(args)
+        if getattr(args, "ld_alpha", None) is not None:
+            raise ArgumentError(
+                "DPOConfig(ld_alpha=...) weighs tokens by the lengths of both rows of a pair, which the "
+                "check of the loss cannot follow; omit it"
+            )
         for name in getattr(args, "loss_type", ()):
             if name in _COUPLED:
                 raise ArgumentError(
@@ -213,7 +218,7 @@ class _OneProcess:
 @contextmanager
 def _pairs_run(model: nn.Module) -> Iterator[None]:
     """Inside, the model takes pairs, [b, 2, t], too, and returns their logits, [b, 2, t, v]."""
-    held = model.__dict__
+    held, running = model.__dict__, []
     before, own = held.get("forward"), model.forward
 
     @functools.wraps(own)
@@ -222,12 +227,24 @@ def _pairs_run(model: nn.Module) -> Iterator[None]:
         if ids is None or ids.dim() != 3:
             return own(*args, **kwargs)
         flat = {n: v.flatten(0, 1) if n in _PAIRED else v for n, v in kwargs.items()}
-        return own(*args, **flat).logits.unflatten(0, ids.shape[:2])
+        running.append(ids.shape[:2])
+        try:
+            return own(*args, **flat).logits.unflatten(0, running[-1])
+        finally:
+            running.pop()
+
+    def of_pairs(module: nn.Module, inputs: Any, rows: Tensor) -> Tensor | None:
+        """What `enable_input_require_grads` made a leaf has an entry for each pair, not for each row."""
+        if running and rows.requires_grad and rows.is_leaf:
+            return rows.detach().unflatten(0, running[-1]).requires_grad_().flatten(0, 1)
+        return None
 
     held["forward"] = MethodType(forward, model)
+    hook = model.get_input_embeddings().register_forward_hook(of_pairs)
     try:
         yield
     finally:
+        hook.remove()
         held.pop("forward", None)
         if before is not None:
             held["forward"] = before

@@ -164,3 +164,134 @@ def test_sft(body: Callable[[], nn.Module], loss: str, tmp_path: Path) -> None:
 def test_dpo(body: Callable[[], nn.Module], tmp_path: Path) -> None:
     named = {} if body is lora else {"ref_model": llama()}
     check(private.PrivateDPOTrainer, trl.DPOTrainer, trl.DPOConfig, body, tmp_path, named=named)
+
+
+def test_every_loss_that_is_a_mean_over_pairs(tmp_path: Path) -> None:
+    """All in one sum."""
+    losses = [
+        "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero",
+        "apo_down", "discopop", "sigmoid_norm",
+    ]  # fmt: skip
+    check(
+        private.PrivateDPOTrainer, trl.DPOTrainer, trl.DPOConfig, lora, tmp_path, loss_type=losses,
+        loss_weights=[1.0 + 0.1 * i for i in range(len(losses))], label_smoothing=0.1,
+    )  # fmt: skip
+
+
+def test_weights_of_pairs(tmp_path: Path) -> None:
+    """Of WPO, by the model's own probabilities; f-divergences."""
+    check(
+        private.PrivateDPOTrainer, trl.DPOTrainer, trl.DPOConfig, lora, tmp_path, use_weighting=True,
+        f_divergence_type="js_divergence",
+    )  # fmt: skip
+
+
+def adapter(**options: Any) -> Any:
+    """What a trainer itself makes LoRA of."""
+    told = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    return peft.LoraConfig(**told | options)
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_the_reference_of_an_adapter(precomputed: bool, tmp_path: Path) -> None:
+    """It is the model without it, in the step or before training."""
+    torch.manual_seed(3)
+    run = check(
+        private.PrivateDPOTrainer, trl.DPOTrainer, trl.DPOConfig, llama, tmp_path,
+        named={"peft_config": adapter()}, precompute_ref_log_probs=precomputed,
+    )  # fmt: skip
+    assert run.ref_model is None
+
+
+def test_label_smoothing(tmp_path: Path) -> None:
+    check(
+        private.PrivateSFTTrainer, trl.SFTTrainer, trl.SFTConfig, lora, tmp_path,
+        label_smoothing_factor=0.1,
+    )  # fmt: skip
+
+
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {"selective": True},
+}
+
+
+@pytest.mark.parametrize("form", CHECKPOINTS)
+@pytest.mark.parametrize("body", [llama, lora])
+def test_gradient_checkpointing(body: Callable[[], nn.Module], form: str, tmp_path: Path) -> None:
+    if (body, form) == (lora, "selective"):
+        pytest.skip("TRL 1.16 itself hands `selective` on to torch, which does not know it")
+    check(
+        private.PrivateSFTTrainer, trl.SFTTrainer, trl.SFTConfig, body, tmp_path,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs=CHECKPOINTS[form],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["reentrant", "not reentrant"])
+def test_pairs_with_gradient_checkpointing(form: str, tmp_path: Path) -> None:
+    check(
+        private.PrivateDPOTrainer, trl.DPOTrainer, trl.DPOConfig, lora, tmp_path,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs=CHECKPOINTS[form],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_run(kind: str, tmp_path: Path) -> None:
+    """Several physical batches, evaluation, checkpoints and a second run; of rows the log has the loss
+    alone."""
+    sft = kind == "sft"
+    run = made(
+        private.PrivateSFTTrainer if sft else private.PrivateDPOTrainer, lora(), tmp_path,
+        trl.SFTConfig if sft else trl.DPOConfig, per_device_train_batch_size=1,
+        gradient_accumulation_steps=3, learning_rate=1e-2, max_steps=6, eval_strategy="steps",
+        eval_steps=3, save_strategy="steps", save_steps=3, bf16=True,
+        named={"eval_dataset": texts() if sft else pairs()},
+    )  # fmt: skip
+    run.train()
+    run.train()
+    assert run.engine.accountant.history == [(0.0, 0.5, 12)]
+    evaluated = [line for line in run.state.log_history if "eval_loss" in line]
+    steps = [line for line in run.state.log_history if "loss" in line]
+    known = {"loss", "learning_rate", "epsilon", "epoch", "step"}
+    assert len(evaluated) == 2
+    assert len(steps) == 6
+    assert all(set(line) == known for line in steps)
+    assert "eval_entropy" in evaluated[0]
+    resumed = made(
+        private.PrivateSFTTrainer if sft else private.PrivateDPOTrainer, lora(), tmp_path,
+        trl.SFTConfig if sft else trl.DPOConfig, per_device_train_batch_size=1,
+        gradient_accumulation_steps=3, max_steps=6, bf16=True,
+    )  # fmt: skip
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert sum(steps for *_, steps in resumed.engine.accountant.history) == 9 + 3
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_several_rows_in_one_sequence(name: str, tmp_path: Path) -> None:
+    with refused(rf"SFTConfig\({name}=True\) lays several rows .* into one sequence"):
+        made(private.PrivateSFTTrainer, llama(), tmp_path, trl.SFTConfig, **{name: True})
+
+
+def test_padding_free_pairs(tmp_path: Path) -> None:
+    with refused(r"DPOConfig\(padding_free=True\) lays several rows"):
+        made(private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, padding_free=True)
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired", "sft"])
+def test_losses_that_join_pairs(loss: str, tmp_path: Path) -> None:
+    with refused(rf"DPOConfig\(loss_type='{loss}'\) joins pairs"):
+        made(private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, loss_type=["sigmoid", loss])
+
+
+def test_weights_of_a_pair_s_longer_row(tmp_path: Path) -> None:
+    with refused(r"DPOConfig\(ld_alpha=\.\.\.\) weighs tokens"):
+        made(private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, ld_alpha=0.5)
+
+
+def test_classes_of_one_s_own(tmp_path: Path) -> None:
+    """The error names the class that is there."""
+    for base, config in ((trl.SFTTrainer, trl.SFTConfig), (trl.DPOTrainer, trl.DPOConfig)):
+        kind = type("P", (private.PrivateTrainer, base), {})
+        with refused(rf"^{base.__name__}.compute_loss .* fastclip.integrations.trl.Private{base.__name__}"):
+            made(kind, lora(), tmp_path, config)
