@@ -262,6 +262,8 @@ class PrivateTrainer(RowLossTrainer):
             optimizer.signal_skip_step(more)
             if number > len(batches):
                 optimizer.keeper.batch.fill()
+            if rows:
+                optimizer.keeper.trace.handed(batches, batch, {rows})
             loss = super().training_step(model, batch)  # no num_items_in_batch: it couples rows
             if rows:
                 total += loss * rows

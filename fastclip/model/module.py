@@ -19,7 +19,7 @@ from fastclip.backward.sharded_sums import follow_shards
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
 from fastclip.layers.customised import MARKS
-from fastclip.model import entries
+from fastclip.model import entries, factors
 from fastclip.model.bare import may_be_bare
 from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.model.let_go import let_go
@@ -71,6 +71,7 @@ def uninstall(model: nn.Module) -> None:
     """
     for module in model.modules():
         entries.detach(module)
+        factors.give_back(module)
         handle = module.__dict__.get(ATTRIBUTE)
         if handle is not None:
             if any(True for _ in module.parameters(recurse=False)):
@@ -95,6 +96,7 @@ class _Installer:
     def run(self) -> None:
         """Give every trainable module its rule or scope, then intercept them all at once."""
         for path, module in self.model.named_modules():
+            factors.write_out(module)
             if is_batch_norm(module):
                 self.keeper.batch_norms.append((path, module))
             if isinstance(module, DPRNNBase):

@@ -10,6 +10,7 @@ from torch import nn
 
 from fastclip.errors import ArgumentError
 from fastclip.integrations import bias_only, head_only
+from fastclip.model import factors
 from tests.integrations.adapters import batch, lora, peft
 from tests.integrations.tiny import CLASSES, bert, furthest, trainer, weights
 from tests.oracle import (
@@ -134,12 +135,59 @@ def test_rotations_of_butterflies(told: dict) -> None:
     check_exact(model, torch.randn(4, 8), dtype=torch.float64)
 
 
+BOTH = {"target_modules": ["0", "2"], "r": 2}
+FACTORED = {
+    "LoHa": peft.LoHaConfig(init_weights=False, **BOTH),
+    "LoKr": peft.LoKrConfig(init_weights=False, **BOTH),
+    "DoRA": peft.LoraConfig(use_dora=True, init_lora_weights=False, **BOTH),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4, 3, 8)])
+@pytest.mark.parametrize("name", FACTORED)
+def test_products_of_factors(name: str, shape: tuple[int, ...]) -> None:
+    """Whose weights are computed from several small matrices."""
+    model = peft.get_peft_model(body(), FACTORED[name])
+    check_exact(model, torch.randn(shape), dtype=torch.float64)
+
+
+def convolution(effective: bool) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+    told = {"target_modules": ["0"], "r": 2, "init_weights": False}
+    return peft.get_peft_model(net, peft.LoHaConfig(use_effective_conv2d=effective, **told))
+
+
+@pytest.mark.parametrize("effective", [False, True])
+def test_loha_of_convolutions(effective: bool) -> None:
+    """Against the derivative of what PEFT computes. PEFT's own backward pass of three factors (0.21)
+    takes those of the second product for the first."""
+    model, x = convolution(effective), torch.randn(4, 3, 4, 4)
+    layer = model.base_model.model[0]
+    plain = model(x)
+    factors.write_out(layer)
+    torch.testing.assert_close(model(x), plain)
+    check_exact(model, x, dtype=torch.float64)
+
+
+def test_loha_is_given_back() -> None:
+    model = convolution(True)
+    layer, private = model.base_model.model[0], make_private(model)[1]
+    assert "get_delta_weight" in vars(layer)
+    private.cleanup()
+    assert "get_delta_weight" not in vars(layer)
+
+
 ADAPTERS = {
-    "LoRA": peft.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights=False),
+    "LoRA": peft.LoraConfig(init_lora_weights=False, **BOTH),
+    "DoRA": FACTORED["DoRA"],
+    "LoHa": FACTORED["LoHa"],
+    "BOFT": peft.BOFTConfig(target_modules=["0", "2"], boft_block_size=4, init_weights=False),
     "gains": peft.IA3Config(target_modules=["0"], feedforward_modules=[], init_ia3_weights=False),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA", "ignore:Setting boft_n_butterfly")
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_the_reference_is_computed_first(name: str, graph: bool) -> None:
