@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fastclip.integrations import bias_only, head_only
 from tests.integrations.adapters import batch, lora, peft
@@ -102,3 +106,29 @@ def test_biases_alone_are_exact(head: str | tuple, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_head_alone_is_exact(dtype: torch.dtype) -> None:
     check_exact(head_only(bert(), ["bert.pooler", "classifier"]), batch(), classify, dtype=dtype)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]),
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_checkpointing(form: str, adapted: bool) -> None:
+    """As transformers switches it on, of the whole model and of adapters behind frozen embeddings."""
+    model = gpt2().train()
+    model.gradient_checkpointing_enable(FORMS[form])
+    if adapted:
+        model.enable_input_require_grads()
+        told = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+        model = lora(model, task_type="CAUSAL_LM", **told)
+    tokens = torch.randint(3, VOCABULARY, (4, 6))
+    example = Batch(kwargs={"input_ids": tokens}, target=tokens)
+    check_exact(model, example, predict_next, dtype=torch.float64)
