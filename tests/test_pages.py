@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from accelerate import Accelerator
@@ -108,6 +109,34 @@ def trainer() -> Known:
     return {"model": tiny.bert(), "train_set": rows, "held_out": rows[:8]}
 
 
+def adapted() -> Known:
+    """A GPT-2 with adapters."""
+    told = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+    )
+    return plain(peft.get_peft_model(tiny.gpt2(), told)) | {"Tensor": Tensor}
+
+
+def preferences() -> Known:
+    """Pairs of rows of 6 tokens, of which the answer is a part."""
+    ids, mask = torch.randint(3, tiny.VOCABULARY, (8, 2, 6)), torch.ones(8, 2, 6, dtype=torch.long)
+    mask[1::2, 1, 4:] = 0
+    answer = mask * (torch.arange(6) > 1)
+    return adapted() | {"ids": ids, "mask": mask, "answer": answer, "TensorDataset": TensorDataset}
+
+
+def language_model() -> Known:
+    """A Llama and rows of its tokens."""
+    config = tiny.hf.LlamaConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.randint(3, tiny.VOCABULARY, (6,))} for _ in range(16)]
+    return plain() | {
+        "base": tiny.hf.LlamaForCausalLM(config), "loader": DataLoader(rows, batch_size=4),
+    }  # fmt: skip
+
+
 def accelerated() -> Known:
     return private() | {
         "accelerator": Accelerator(cpu=True),
@@ -186,7 +215,8 @@ def counted_by_patient() -> Known:
 
 MANAGER = {"BatchMemoryManager": BatchMemoryManager}
 RANKS = None  # two of them: tests/parallel/pages.py
-SCENES: dict[str, list[Callable[[], Known] | None]] = {
+PRODUCTS = "tests/products"  # has a test of it, for where the packages are installed
+SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
     "docs/audit.md": [
         with_canaries,
         lambda: {"inside": torch.randn(300) + 1, "outside": torch.randn(300)},
@@ -212,6 +242,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
         lightning,
         lightning,
     ],
+    "docs/llm.md": [PRODUCTS, PRODUCTS, preferences, language_model, PRODUCTS, adapted],
     "docs/losses.md": [tokens, tokens, plain, two_tasks],
     "docs/mixed_precision.md": [one_batch, private, plain],
     "docs/own_loop.md": [
@@ -238,7 +269,8 @@ def test_every_block_has_a_scene() -> None:
 @pytest.mark.extras
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    ("page", "number"), [(page, n) for page, scenes in SCENES.items() for n in range(len(scenes))]
+    ("page", "number"),
+    [(page, n) for page, own in SCENES.items() for n, scene in enumerate(own) if scene != PRODUCTS],
 )
 def test_a_block(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs; a loop has spent something, a call of make_private returned a private optimizer."""

@@ -63,7 +63,7 @@ class Method:
     @ends_graph
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         plain = self._plain
-        lightnings = plain.__func__.__module__.startswith(_LIGHTNING)
+        lightnings = str(plain.__func__.__module__).startswith(_LIGHTNING)
         if lightnings and self.name == "all_gather":
             self._check_gathering()
         if self.keeper.calls.probe and lightnings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -15,9 +17,11 @@ from tests.oracle import (
     row_loss,
     summed,
 )
+from tests.shown import blocks
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
+hf = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.extras
 
 
@@ -62,3 +66,25 @@ def test_quantized_weights(weights: tuple[int, str], shape: tuple[int, ...]) -> 
     row_loss(private(x)).mean().backward()
     assert relative_error(optimizer.per_sample_norms, found) < 1e-5
     assert_sums(summed(trained), clipped_sum(stacked, threshold), 1e-5)
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """A model that is loaded in 4 bits, as docs/llm.md shows; only its adapters change."""
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    code = next(code for code in blocks("docs/llm.md") if "BitsAndBytesConfig" in code)
+    known = {"torch": torch, "folder": str(tmp_path)}
+    exec(compile(code, "docs/llm.md", "exec"), known)
+    model = known["model"].train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = torch.randint(3, 50, (4, 6))
+    _, private, optimizer, _ = make_private(model, model_loss="per_sample", max_grad_norm=1e-3)
+    private(input_ids=ids, labels=ids).loss.backward()
+    assert bool((optimizer.per_sample_norms > 0).all())
+    optimizer.step()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if "lora_B" in name}  # which are 0 at first

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
+from tests.parallel import world
+from tests.parallel.world import as_torchrun
 from tests.refusal import refused
+from tests.shown import blocks
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -110,6 +113,12 @@ def made(kind: type, model: nn.Module, folder: Path, config: type, **options: An
     return kind(model=model, args=args, processing_class=tokenizer(), **named)
 
 
+KINDS = {
+    "sft": (private.PrivateSFTTrainer, trl.SFTTrainer, trl.SFTConfig),
+    "dpo": (private.PrivateDPOTrainer, trl.DPOTrainer, trl.DPOConfig),
+}
+
+
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -143,12 +152,16 @@ def check(kind: type, plain: type, config: type, body: Callable[[], nn.Module], 
     before = trained(run.model)
     run.train()
     assert sum(steps for *_, steps in run.engine.accountant.history) == 1
-    after = trained(run.model)
+    compare(before, trained(run.model), expected)
+    return run
+
+
+def compare(before: dict, after: dict, expected: dict[str, torch.Tensor]) -> None:
+    """What the step has taken off the parameters is what it was to take off."""
     scale = max(g.norm().item() for g in expected.values())
     for name, g in expected.items():
         assert ((before[name] - after[name]) / RATE - g).norm().item() < TOLERANCE * scale, name
     assert not set(after) - set(expected)
-    return run
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])
@@ -295,3 +308,40 @@ def test_classes_of_one_s_own(tmp_path: Path) -> None:
         kind = type("P", (private.PrivateTrainer, base), {})
         with refused(rf"^{base.__name__}.compute_loss .* fastclip.integrations.trl.Private{base.__name__}"):
             made(kind, lora(), tmp_path, config)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code, on the data of this module."""
+    monkeypatch.chdir(tmp_path)
+    shown = [code for code in blocks("docs/llm.md") if "from trl import" in code]
+    for code in shown:
+        known = {
+            "model": llama(), "adapted": lora(), "texts": texts(), "pairs": pairs(),
+            "tokenizer": tokenizer(),
+        }  # fmt: skip
+        exec(compile(code, "docs/llm.md", "exec"), known)
+        assert 0 < known["trainer"].epsilon() <= 8
+    assert len(shown) == 2
+
+
+def of_a_rank(folder: str, kind: str) -> dict[str, Any]:
+    """A step of a trainer in one of two processes, which draw all rows together."""
+    as_torchrun()
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    private_kind, _, config = KINDS[kind]
+    run = made(private_kind, lora(), Path(folder), config, per_device_train_batch_size=ROWS // 2)
+    before = trained(run.model)
+    run.train()
+    return {"before": before, "after": trained(run.model), "history": run.engine.accountant.history}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_two_processes(kind: str, tmp_path: Path) -> None:
+    """They take the step of one process that has all rows."""
+    _, plain, config = KINDS[kind]
+    expected = clipped_steps(made(plain, lora(), tmp_path / "plain", config))
+    found = world.run(2, "tests.products.test_trl:of_a_rank", tmp_path, str(tmp_path), kind)
+    for rank in found:
+        assert rank["history"] == [(0.0, 1.0, 1)]
+        compare(rank["before"], rank["after"], expected)
