@@ -112,7 +112,10 @@ def trainer() -> Known:
 def adapted() -> Known:
     """A GPT-2 with adapters."""
     told = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        task_type="CAUSAL_LM",
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
+        init_lora_weights=False,
     )
     return plain(peft.get_peft_model(tiny.gpt2(), told)) | {"Tensor": Tensor}
 

@@ -65,7 +65,8 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         _check_padded(args)
 
     def _training_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if self.compute_loss_func is not None or self.args.loss_type != "dft":
+        args: Any = self.args
+        if self.compute_loss_func is not None or args.loss_type != "dft":
             return super()._training_loss(model, inputs)
         labels = inputs["labels"]
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
@@ -116,8 +117,8 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         for name in getattr(args, "loss_type", ()):
             if name in _COUPLED:
                 raise ArgumentError(
-                    f"DPOConfig(loss_type={name!r}) joins pairs, for {_COUPLED[name]}; use one that is a "
-                    "mean over pairs, as 'sigmoid'"
+                    f"DPOConfig(loss_type={name!r}) joins pairs, for {_COUPLED[name]}; use a mean over "
+                    "pairs, as 'sigmoid'"
                 )
 
     def rows_of(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
@@ -144,7 +145,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
 
 
 class PairCollate:
-    """Collates pairs into tensors [b, 2, t], the chosen row first, which `collate` returns as [2b, t]."""
+    """Collates pairs into tensors [b, 2, t], the chosen row first; `collate` returns them as [2b, t]."""
 
     def __init__(self, collate: Callable[[list], Any]) -> None:
         self.collate = collate
@@ -216,7 +217,7 @@ class _OneProcess:
 
 
 @contextmanager
-def _pairs_run(model: nn.Module) -> Iterator[None]:
+def _pairs_run(model: Any) -> Iterator[None]:
     """Inside, the model takes pairs, [b, 2, t], too, and returns their logits, [b, 2, t, v]."""
     held, running = model.__dict__, []
     before, own = held.get("forward"), model.forward
@@ -255,9 +256,9 @@ def _check_padded(args: Any) -> None:
     for name in ("packing", "padding_free"):
         if getattr(args, name, False):
             raise ArgumentError(
-                f"{type(args).__name__}({name}=True) lays several rows of the data set into one sequence, "
-                f"so that no row's gradient can be clipped alone. Leave {name}=False; padded rows are "
-                "exact"
+                f"{type(args).__name__}({name}=True) lays several rows of the data set into one "
+                f"sequence, so that no row's gradient can be clipped alone. Leave {name}=False; padded "
+                "rows are exact"
             )
 
 

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.extras
 def quantized(bits: int, kind: str) -> nn.Module:
     """Two layers whose weights are quantized, with PEFT's own adapters of such layers."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4))
+    model = nn.Sequential(
+        nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4)
+    )
     for i in (0, 2):
         was = model[i]
         size = was.in_features, was.out_features

@@ -6,17 +6,17 @@ In float32: TRL's fused head knows no float64. A step is large, so that its roun
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
-from tests.parallel import world
-from tests.parallel.world import as_torchrun
+from fastclip.data.rows_told import told_of
 from tests.refusal import refused
 from tests.shown import blocks
 
@@ -124,7 +124,7 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def clipped_steps(trainer: Any) -> dict[str, torch.Tensor]:
-    """What a step is to take off the parameters, a unit of its rate: TRL's own loss, one row at a time."""
+    """What a step of rate 1 is to take off the parameters: TRL's own loss, one row at a time."""
     rows, total = trainer.train_dataset, {}
     trainer.model.train()
     norms = []
@@ -294,7 +294,9 @@ def test_padding_free_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", ["aot", "aot_unpaired", "sft"])
 def test_losses_that_join_pairs(loss: str, tmp_path: Path) -> None:
     with refused(rf"DPOConfig\(loss_type='{loss}'\) joins pairs"):
-        made(private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, loss_type=["sigmoid", loss])
+        made(
+            private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, loss_type=["sigmoid", loss]
+        )
 
 
 def test_weights_of_a_pair_s_longer_row(tmp_path: Path) -> None:
@@ -306,7 +308,9 @@ def test_classes_of_one_s_own(tmp_path: Path) -> None:
     """The error names the class that is there."""
     for base, config in ((trl.SFTTrainer, trl.SFTConfig), (trl.DPOTrainer, trl.DPOConfig)):
         kind = type("P", (private.PrivateTrainer, base), {})
-        with refused(rf"^{base.__name__}.compute_loss .* fastclip.integrations.trl.Private{base.__name__}"):
+        with refused(
+            rf"^{base.__name__}.compute_loss .* fastclip.integrations.trl.Private{base.__name__}"
+        ):
             made(kind, lora(), tmp_path, config)
 
 
@@ -324,24 +328,27 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(shown) == 2
 
 
-def of_a_rank(folder: str, kind: str) -> dict[str, Any]:
-    """A step of a trainer in one of two processes, which draw all rows together."""
-    as_torchrun()
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    private_kind, _, config = KINDS[kind]
-    run = made(private_kind, lora(), Path(folder), config, per_device_train_batch_size=ROWS // 2)
-    before = trained(run.model)
-    run.train()
-    return {"before": before, "after": trained(run.model), "history": run.engine.accountant.history}
-
-
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_two_processes(kind: str, tmp_path: Path) -> None:
     """They take the step of one process that has all rows."""
     _, plain, config = KINDS[kind]
     expected = clipped_steps(made(plain, lora(), tmp_path / "plain", config))
-    found = world.run(2, "tests.products.test_trl:of_a_rank", tmp_path, str(tmp_path), kind)
-    for rank in found:
-        assert rank["history"] == [(0.0, 1.0, 1)]
-        compare(rank["before"], rank["after"], expected)
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    given = ["tests.products.ranks", str(tmp_path), kind]
+    subprocess.run([sys.executable, "-m", *command, *given], check=True, timeout=300)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert (found["world"], found["history"]) == (2, [(0.0, 1.0, 1)])
+        compare(found["before"], found["after"], expected)
+
+
+def test_rows_that_processes_agree_on() -> None:
+    """By what is in them: a fingerprint differs where a function that made them cannot be hashed."""
+    one, two = texts(), texts()
+    made = [
+        own.map(lambda row: row, new_fingerprint=f"random{i}") for i, own in enumerate((one, two))
+    ]
+    assert made[0]._fingerprint != made[1]._fingerprint
+    assert told_of(made[0]) == told_of(made[1])
+    assert told_of(one) != told_of(two.select([1, 0, 2, 3, 4, 5]))
+    assert told_of(one) != told_of(two.rename_column("prompt", "question"))
