@@ -10,6 +10,7 @@ Index letters: b sample, t token, v entry of the vocabulary.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -97,7 +98,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
     def __init__(self, *given: Any, **kwargs: Any) -> None:
         super().__init__(*given, **kwargs)
         _check_experts(self)
-        if self._is_vision_dataset:
+        self._metrics = {"train": _Unkept(), "eval": defaultdict(list)}
+        columns: Any = getattr(self.train_dataset, "column_names", ())
+        if not {"image", "images"}.isdisjoint(columns):
             raise ArgumentError(
                 "PrivateDPOTrainer trains on pairs of texts, and this data set has pictures; write the "
                 "loop yourself, with pairs [b, 2, t] (docs/llm.md)"
@@ -139,8 +142,6 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
             loss = DPOTrainer.compute_loss(self, run, flat)
         finally:
             self.accelerator = accelerator
-            self._metrics["train"].clear()  # of private pairs, and how many tokens were drawn
-            self._total_train_tokens = 0
         return loss, {}
 
 
@@ -199,6 +200,16 @@ def _run_pairs(
         own = logits.detach()[:, -labels.shape[1] : -1]
         squares = (2 * own).logsumexp(-1) - 2 * own.logsumexp(-1)
     return _Scored(found, squares, nothing, nothing, nothing.bool())
+
+
+class _Unkept(dict):
+    """TRL's metrics of private pairs, and how many tokens were drawn: kept nowhere."""
+
+    def __missing__(self, name: str) -> list[Any]:
+        return []
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        pass
 
 
 class _OneProcess:
