@@ -131,18 +131,34 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         with _pairs_run(self.model):
             return super().train(*args, **kwargs)
 
+    def with_references(self, batch: Any) -> Any:
+        """With the reference's log-probabilities, which are no part of the loss that is traced."""
+        if self.precompute_ref_logps:
+            return batch
+        inputs, reference = self._prepare_inputs(batch), self.ref_model or self.model
+        with self.dp_optimizer.keeper.trace.aside():
+            chosen, rejected = self.compute_ref_log_probs(reference, _flat(inputs))
+            chosen, rejected = chosen.clone(), rejected.clone()
+        return {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+
     def _training_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        flat = {
-            name: value.transpose(0, 1).flatten(0, 1) if name in _PAIRED else value
-            for name, value in inputs.items()
-        }
+        flat, before = _flat(inputs), self.precompute_ref_logps
+        self.precompute_ref_logps = "ref_chosen_logps" in flat
         accelerator, self.accelerator = self.accelerator, _OneProcess(self.accelerator)
         run = functools.partial(_run_pairs, model, self.use_weighting)
         try:
             loss = DPOTrainer.compute_loss(self, run, flat)
         finally:
-            self.accelerator = accelerator
+            self.accelerator, self.precompute_ref_logps = accelerator, before
         return loss, {}
+
+
+def _flat(pairs: dict[str, Any]) -> dict[str, Any]:
+    """Pairs as TRL lays them: the chosen rows, then the rejected ones."""
+    return {
+        name: value.transpose(0, 1).flatten(0, 1) if name in _PAIRED else value
+        for name, value in pairs.items()
+    }
 
 
 class PairCollate:
@@ -193,6 +209,10 @@ def _run_pairs(
         for name, value in inputs.items()
     }
     logits = model(**pairs).transpose(0, 1).flatten(0, 1)  # [2b, t, v]
+    return _scored(logits, labels, weighted)
+
+
+def _scored(logits: Tensor, labels: Tensor, weighted: bool) -> _Scored:
     found = log_probs(logits, labels)
     nothing = torch.zeros_like(found)
     squares = nothing
@@ -237,6 +257,9 @@ def _pairs_run(model: Any) -> Iterator[None]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids")
         if ids is None or ids.dim() != 3:
+            if self.training and kwargs.get("fused_lm_head"):  # as the reference of a step
+                given = {n: v for n, v in kwargs.items() if n not in ("labels", "fused_lm_head")}
+                return _scored(own(*args, **given).logits, kwargs["labels"], False)
             return own(*args, **kwargs)
         flat = {n: v.flatten(0, 1) if n in _PAIRED else v for n, v in kwargs.items()}
         running.append(ids.shape[:2])
