@@ -94,6 +94,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
     """
 
     serves = (DPOTrainer,)
+    precompute_ref_logps: bool
 
     def __init__(self, *given: Any, **kwargs: Any) -> None:
         super().__init__(*given, **kwargs)
