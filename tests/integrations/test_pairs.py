@@ -7,7 +7,7 @@ import torch
 
 from tests.models.test_transformers import keep_float64
 from tests.oracle import Batch, check_exact
-from tests.shown import blocks
+from tests.page_blocks import blocks
 from tests.test_pages import preferences
 
 

@@ -17,7 +17,7 @@ from tests.oracle import (
     row_loss,
     summed,
 )
-from tests.shown import blocks
+from tests.page_blocks import blocks
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from fastclip.data.rows_told import told_of
+from tests.page_blocks import blocks
 from tests.refusal import refused
-from tests.shown import blocks
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
