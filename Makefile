@@ -12,7 +12,7 @@ PARTS := 1 2 3 4
 SEED := $(or $(SEED),$(shell date +%s))
 
 TORCH ?= 2.13.0
-.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with test-older test-opacus other conformance lint bench clients clean
+.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with test-older test-opacus other conformance lint bench clients products clean
 
 venv: $(STAMP)
 
@@ -102,6 +102,14 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.train --parts
+
+# Models and trainers of other libraries against one sample at a time, in two environments of their own: timm needs torchvision,
+# which needs another torch. About half an hour, and 6 GB.
+products: $(STAMP)
+	$(MAKE) other OTHER=build/products WITH="monai diffusers trl==1.16.0 bitsandbytes"
+	build/products/bin/python -m pytest $(SPREAD) -m "" tests/products
+	$(MAKE) other OTHER=build/products-timm TORCH=2.14.1 WITH="torchvision==0.29.1 timm"
+	build/products-timm/bin/python -m pytest $(SPREAD) -m "" tests/products
 
 # Programs that use Opacus, each with Opacus and with this, in an environment of their own: about an hour.
 # Their pins are passed over (torchvision and torchaudio for CUDA, vllm, an older huggingface-hub): what
