@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from fastclip._opacus import without_empty
 from fastclip._torch import KEYS, Fetcher
 from fastclip.data.batch_law import Fault, Law, Leaf, Node, leaves, opened
 from fastclip.data.callers import given_to
@@ -37,7 +38,11 @@ _UNDECIDED = 16
 """So many batches that show nothing are compared before they are normal."""
 
 
-class CheckedCollate:
+class Checks:
+    """A collate function of ours, which has its batches checked where they need to be."""
+
+
+class CheckedCollate(Checks):
     """Calls a collate function, and raises an error for a batch in which samples are repeated or mixed.
 
     Formal guarantee: of tensors that the trace follows, every entry of the batch follows from one sample
@@ -218,10 +223,8 @@ def checked_collate(
     collate: Any, *, batch_first: bool = True, ordered: bool = False, views: int = 1
 ) -> Any:
     """A collate function that checks its batches; one that is known, or that does, is unchanged."""
-    own = getattr(collate, "wrapped_collator_fn", collate)  # of a Poisson loader, or Opacus'
-    if own is None or own is default_collate or isinstance(own, CheckedCollate):
-        return collate
-    if isinstance(getattr(collate, "checked", None), CheckedCollate):  # of a Poisson loader
+    own = without_empty(collate)
+    if own is None or own is default_collate or isinstance(own, Checks):
         return collate
     return CheckedCollate(collate, batch_first=batch_first, ordered=ordered, views=views)
 

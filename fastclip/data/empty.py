@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.data.collating import checked_collate
+from fastclip.data.collating import Checks, checked_collate
 from fastclip.errors import ArgumentError
 
 _CANNOT = (
@@ -30,7 +30,7 @@ _MANY = 24.0
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
-class EmptyBatches:
+class EmptyBatches(Checks):
     """Opacus' collator of a Poisson loader (CollateFnWithEmpty), for more than tensors.
 
     Rows lie along the batch axis of tensors, along the first axis of arrays, and in lists that are as
