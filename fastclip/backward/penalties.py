@@ -3,7 +3,7 @@
 Their gradient tells nothing about a sample, so it needs neither clipping nor noise: it is added to the
 noisy gradient as it is, in the unit of the loss. Whether a gradient that autograd brings to a private
 parameter is such a one, the traced steps tell, which follow samples through every operation. In later
-steps the terms must be the same functions: the same nodes of the graph, of tensors of the same shapes.
+steps the terms must be the same functions: the same nodes of the graph, joined in the same way.
 Constants in them are taken to be public, as the learning rate is.
 """
 
@@ -37,8 +37,8 @@ class Penalties:
         self._names = names
         self._forms: set[Form] = set()
         """Those that a traced step has found to hold no sample."""
-        self._known = False
-        """The pass that is about to begin is of such a form."""
+        self.known = False
+        """The pass that runs is over a loss of such a form."""
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._passes, self._over = 0, False
         """Passes over samples in the physical batch that is summed, and whether it is complete."""
@@ -58,6 +58,8 @@ class Penalties:
         Returns:
             False if functions that are not torch's own have a part in it: they may change unseen.
         """
+        if self._task == current_task():
+            return True  # of another parameter of this pass
         roots = running_roots()
         form = None if roots is None or roots.seeded else form_of(roots.nodes, self._names)
         if form is None:
@@ -70,16 +72,11 @@ class Penalties:
         """A backward pass is about to begin."""
         given = any(gradient is not None for gradient in gradients)
         nodes = [x.grad_fn for x in losses if x.grad_fn is not None]
-        self._known = not given and form_of(nodes, self._names) in self._forms
+        self.known = not given and form_of(nodes, self._names) in self._forms
 
     def ended(self, failed: bool) -> None:
         """It is over."""
-        self._known = False
-
-    @property
-    def known(self) -> bool:
-        """The running pass is over a loss of a form that was found to be public."""
-        return self._known
+        self.known = False
 
     def take(self, parameter: nn.Parameter, trains: ref[Any]) -> None:
         """Autograd is about to add such a gradient to `parameter.grad`, which gets another place.
