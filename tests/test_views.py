@@ -63,6 +63,15 @@ def past_torch(x: Tensor, views: int) -> Tensor:
     return torch.from_numpy(rows + 0.1 * np.random.default_rng(0).normal(size=rows.shape))
 
 
+def stepped(model: nn.Module, optimizer: Any) -> tuple[list[Tensor], nn.Module]:
+    """A step is made: the sums that it released, and the model as it was before."""
+    sums = [p.summed_grad.clone() for p in model.parameters()]
+    plain = image_model()
+    plain.load_state_dict(model.state_dict())
+    optimizer.step()
+    return sums, plain
+
+
 def start(views: int = 3, data: Dataset | None = None, **options: Any) -> tuple:
     torch.manual_seed(1)
     model = image_model()
@@ -136,10 +145,7 @@ def test_losses_of_rows() -> None:
     rows, labels = noisy(x, 2), y.repeat_interleave(2)
     losses = F.cross_entropy(private(rows), labels, reduction="none")
     losses.view(-1, 2).mean(1).mean().backward()
-    sums = [p.summed_grad.clone() for p in model.parameters()]
-    plain = image_model()
-    plain.load_state_dict(model.state_dict())
-    optimizer.step()
+    sums, plain = stepped(model, optimizer)
     for found, own in zip(sums, expected_sum(plain, rows, labels, 2), strict=True):
         assert torch.allclose(found, own, rtol=0, atol=1e-10)
 
@@ -427,10 +433,7 @@ def test_per_layer_thresholds() -> None:
     _, x, y = next(iter(loader))
     rows, labels = noisy(x, 2), y.repeat_interleave(2)
     F.cross_entropy(private(rows), labels).backward()
-    sums = [p.summed_grad.clone() for p in model.parameters()]
-    plain = image_model()
-    plain.load_state_dict(model.state_dict())
-    optimizer.step()
+    sums, plain = stepped(model, optimizer)
     total = [torch.zeros_like(p) for p in plain.parameters()]
     for mine in range(0, len(rows), 2):
         loss = F.cross_entropy(plain(rows[mine : mine + 2]), labels[mine : mine + 2])
@@ -478,10 +481,7 @@ def test_views_of_samples_of_units(reduction: str) -> None:
     number, x, y = next(iter(loader))
     rows, labels = noisy(x, 2), y.repeat_interleave(2)
     F.cross_entropy(private(rows), labels).backward()
-    sums = [p.summed_grad.clone() for p in model.parameters()]
-    plain = image_model()
-    plain.load_state_dict(model.state_dict())
-    optimizer.step()
+    sums, plain = stepped(model, optimizer)
     owners = torch.tensor(ids)[number].repeat_interleave(2)
     total = [torch.zeros_like(p) for p in plain.parameters()]
     for patient in owners.unique():
@@ -575,10 +575,7 @@ def test_a_step_of_the_engine() -> None:
     with refused("views=2", StepError):
         engine.make_step(private, losses, physical_batch=2)(rows, labels)
     engine.make_step(private, losses)(rows, labels)
-    sums = [p.summed_grad.clone() for p in model.parameters()]
-    plain = image_model()
-    plain.load_state_dict(model.state_dict())
-    optimizer.step()
+    sums, plain = stepped(model, optimizer)
     for found, own in zip(sums, expected_sum(plain, rows, labels, 2), strict=True):
         assert torch.allclose(found, own, rtol=0, atol=1e-10)
 
