@@ -125,9 +125,8 @@ class MaterialisedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
         super().__init__(optimizer, **kwargs)
-        self.noise_multiplier = kwargs[
-            "noise_multiplier"
-        ]  # before 1.6 Opacus takes the counts' off
+        # Before 1.6 Opacus takes the counts' share off.
+        self.noise_multiplier = kwargs["noise_multiplier"]
         self._count: Tensor | None = None
         """Of the logical batch so far. NOT private."""
         if not self.expected_batch_size:
