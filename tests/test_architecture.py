@@ -66,14 +66,11 @@ COMPILED = {"fastclip._C", "fastclip._host", "fastclip._path", "fastclip._step"}
 """Built from csrc/, where no module of ours is seen."""
 
 CYCLES = {
-    # Probe says in an annotation which BatchLayout it fills in.
-    ("samples.layout", "samples.probing"),
-    # What is known of a use (UseCall, Source) says in annotations whose it is and what it came from.
-    (
-        "uses.derived", "uses.keeper", "uses.lookup", "uses.origin", "uses.proxy", "uses.rule",
-        "uses.tap",
-    ),
-}  # fmt: skip
+    # A derived value says in an annotation what it came from.
+    ("uses.derived", "uses.proxy"),
+    # What a rule and a gradient state see of a use is said in annotations, too.
+    ("uses.keeper", "uses.rule", "uses.tap"),
+}
 """Modules that import each other; none may be added."""
 
 LONGEST = 700

@@ -158,7 +158,7 @@ class Handle:
             probe.layout.met.add(self.path)
             return plain(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        probe.layout.observe(probe, self.path, x, self.rule.counts_rows)
+        probe.observe(self.path, x, self.rule.counts_rows)
         with Native():
             out = plain(*args, **kwargs)
         probe.gives(self.path, out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,9 +32,6 @@ from fastclip.samples.place import Place
 from fastclip.samples.row_lists import is_list
 from fastclip.samples.watch import Watch
 from fastclip.trace.operation import tensors_in
-
-if TYPE_CHECKING:
-    from fastclip.samples.probing import Probe
 
 MANY = 512
 """Rows of the largest batch that is run whole for a look."""
@@ -252,17 +249,6 @@ class BatchLayout:
             (n, frozenset(tuple(x.shape for x in tensors_in(entry)) for entry in leaf))
             for n, leaf in enumerate(leaves) if is_list(leaf) and leaf
         }  # fmt: skip
-
-    def observe(self, probe: Probe, path: str, x: Any, counts_rows: bool) -> None:
-        """Note a layer's input during a probe."""
-        if not isinstance(x, Tensor):
-            return
-        self.met.add(path)
-        if counts_rows:
-            self.counting.add(path)
-            self.flat |= x.dim() == 1
-        else:
-            probe.show(path, x)
 
     def lengths(self, args: tuple, kwargs: dict) -> Lengths:
         """The sizes of the inputs along all axes but the samples'."""

@@ -258,6 +258,17 @@ class Probe:
         """Whether one of these may."""
         return any(isinstance(x, Tensor) and self.holds(x) for x in values)
 
+    def observe(self, path: str, x: Any, counts_rows: bool) -> None:
+        """Note a layer's input, of a rule that may only count its rows."""
+        if not isinstance(x, Tensor):
+            return
+        self.layout.met.add(path)
+        if counts_rows:
+            self.layout.counting.add(path)
+            self.layout.flat |= x.dim() == 1
+        else:
+            self.show(path, x)
+
     def show(self, name: Hashable, value: Tensor) -> None:
         """The input of a layer, or the output of a use."""
         if self.closed or self.followed is None:

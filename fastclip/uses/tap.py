@@ -37,9 +37,7 @@ from fastclip.uses.rule import Operands, UseRule
 
 if TYPE_CHECKING:
     from fastclip.samples.calls import Forward
-    from fastclip.uses.derived import DerivedGraph
     from fastclip.uses.keeper import Intercepts
-    from fastclip.uses.origin import Origin
     from fastclip.uses.routing import Routing
 
 
@@ -50,10 +48,11 @@ class Target:
     value: Tensor
     """Detached."""
     parameters: tuple[nn.Parameter, ...]
-    graph: DerivedGraph | None = None
+    graph: Any = None
+    """Of the derived value, a fastclip.uses.derived.DerivedGraph."""
     edge: GradientEdge | None = None
-    origin: Origin | None = None
-    """Where the derived value lies in one parameter."""
+    origin: Any = None
+    """Where the derived value lies in one parameter, a fastclip.uses.origin.Origin."""
 
 
 class UseCall:
