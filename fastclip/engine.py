@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, overload
 
 import torch
-from opacus.optimizers import DPOptimizer
-from torch import nn
+from opacus import PrivacyEngine
+from opacus.accountants import IAccountant
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fastclip.accounting import find_noise_multiplier
-from fastclip.accounting.segments import Entry
-from fastclip.accounting.truncation import refuse_truncated
+from fastclip.accounting.checkpoint_file import load_checkpoint, save_checkpoint
+from fastclip.accounting.history import epsilon, open_accountant, spent
+from fastclip.accounting.ledger import Ledger, keep_ledger, succeeding
+from fastclip.accounting.run_state import RunState
+from fastclip.accounting.write_ahead import keep_in_file
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.building.background import compile_missing
-from fastclip.captured.engine import SteppingEngine
-from fastclip.checks import not_negative
-from fastclip.checks import whole as whole_number
-from fastclip.clipping import Clipping, ConstantNoise, resolve
+from fastclip.captured.step import Step, make_step
+from fastclip.checks import whole
+from fastclip.clipping import Clipping
 from fastclip.clipping.resolve import named
+from fastclip.counts import release
 from fastclip.counts.answer import NoisyCounts
-from fastclip.counts.lines import PrivacyByDataSet, line_name, lines_of
-from fastclip.counts.query import TRAINING, CountQuery
-from fastclip.counts.release import (
-    PaidCounts,
-    check_query,
-    draw,
-    exact_counts,
-    noise_of_counts,
-    pay,
-)
-from fastclip.data.plan import SAMPLING
-from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
-from fastclip.errors import ArgumentError, ArgumentTypeError, say
-from fastclip.inspection import Run
+from fastclip.counts.lines import PrivacyByDataSet, lines_of
+from fastclip.counts.query import CountQuery
+from fastclip.data.design import SamplingDesign
+from fastclip.data.plan import SAMPLING, Request, checked_plan
+from fastclip.errors import ArgumentTypeError, StepError
+from fastclip.explanation import Explanation, Setup, explain
+from fastclip.inspection import PrivateRun, mechanism_of, noise_for, says_too_much, set_groups
+from fastclip.mechanism import Mechanism
 from fastclip.model import validation
-from fastclip.model.by_hand import unwrapped
 from fastclip.model.compatible import compatible
-from fastclip.model.model_loss import replace_losses
-from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
-from fastclip.model.ownership import held_by
 from fastclip.noise.keystream import require_cipher
-from fastclip.optim.optimizer import FastDPOptimizer
-from fastclip.overrides import CRITERION, LOADER, MODEL, OPTIMIZER, Preparation, check_reached
-from fastclip.parallel.processes import bare, ranks_of, refuse, uncompiled
-from fastclip.parallel.ranks import Ranks, whole
+from fastclip.optim.fast_mode import make_fast
+from fastclip.optim.opacus_modes import make_by_opacus
+from fastclip.optim.request import Planned, PrivacyRequest
+from fastclip.overrides import METHODS, Preparation, check_reached, own_method
+from fastclip.parallel.checkpoints import model_of
+from fastclip.parallel.processes import check_who_writes
+from fastclip.parallel.ranks import Ranks
 from fastclip.planner import Planner
-
-FAST_MODES = ("fast", "ghost")
-MATERIALISED_MODES = ("hooks", "functorch", "ew")
-MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
+from fastclip.planner.report import Plan
+from fastclip.trace.findings import Proof
 
 
-class FastPrivacyEngine(SteppingEngine):
+class FastPrivacyEngine(PrivacyEngine):
     """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
 
     Examples:
@@ -79,19 +73,28 @@ class FastPrivacyEngine(SteppingEngine):
             chose. The default keeps per-sample gradients where they are cheap.
     """
 
+    _accountant: Ledger | None = None
+    _warned_of_delta = False
+
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, planner: Planner | None = None
     ) -> None:
         if secure_mode:
             require_cipher()
-        super().__init__(accountant=accountant, secure_mode=secure_mode)
+        opened = open_accountant(accountant)  # names the choices, where it is none
+        with warnings.catch_warnings():
+            # Opacus says so at every start; explain() and mechanism() do where it matters.
+            warnings.filterwarnings("ignore", "Secure RNG turned off")
+            super().__init__(accountant="rdp", secure_mode=False)
+        self._accountant = keep_ledger(opened)  # not all versions of Opacus know all of its kinds
+        self.secure_mode = secure_mode
         if planner is not None and not isinstance(planner, Planner):
             raise ArgumentTypeError(
                 f"planner expects a fastclip.Planner or None, got {type(planner).__name__}"
             )
         self._planner = planner or Planner()
-        self._runs: list[Run] = []
-        self._count_noise = noise_of_counts(secure_mode)
+        self._runs: list[PrivateRun] = []
+        self._count_noise = release.noise_of_counts(secure_mode)
 
     def make_private(  # type: ignore[override]
         self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
@@ -163,99 +166,21 @@ class FastPrivacyEngine(SteppingEngine):
         (else, and for poisson_sampling=False: one that is zeroed out, N being public).
         `mechanism()` says all of it.
         """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         check_reached(self, FastPrivacyEngine)
-        clipping, kwargs = named(clipping, kwargs)
-        validation.choice("grad_sample_mode", grad_sample_mode, MODES)
-        validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        if criterion is None:
-            criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
-        check_criterion(criterion, loss_reduction, module)
-        validation.check_model_loss(model_loss, loss_reduction, grad_sample_mode in FAST_MODES)
-        losses_apart = grad_sample_mode in ("ghost_fsdp", "ghost_tp")
-        if not losses_apart and model_loss == "own":
-            check_coupling(criterion)
-        validation.check_inner_step(optimizer)
-        values = (sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit)
-        asked_of_units = (*values, unit_reduction, views)
-        sampling: dict[str, Any] = dict(zip(SAMPLING, asked_of_units, strict=True))
-        if grad_sample_mode not in FAST_MODES:
-            asked = [name for name in SAMPLING[:-2] if sampling[name] is not None]
-            asked += ["views"] if views != 1 else []
-            if asked:
-                raise ArgumentError(
-                    f"grad_sample_mode={grad_sample_mode!r} draws rows as Opacus does, without "
-                    f"{', '.join(asked)}; omit grad_sample_mode, or these"
-                )
-            if rand_on_empty and grad_sample_mode not in MATERIALISED_MODES:
-                raise ArgumentError(
-                    f"rand_on_empty=True in grad_sample_mode={grad_sample_mode!r} would train on "
-                    "placeholder rows; omit it, or use the fast mode, where they contribute nothing"
-                )
-            if isinstance(clipping, Clipping):
-                raise ArgumentError(
-                    f"grad_sample_mode={grad_sample_mode!r} clips as Opacus does, which takes "
-                    "'flat', 'per_layer' or 'adaptive'; strategies of fastclip.clipping run in the "
-                    "fast mode: omit grad_sample_mode"
-                )
-            return self._make_private_by_opacus(
-                module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
-                noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
-                batch_first=batch_first, loss_reduction=loss_reduction,
-                poisson_sampling=poisson_sampling, clipping=clipping,
-                noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
-                wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
-            )  # fmt: skip
-        validation.check_arguments(
-            module=module, data_loader=data_loader, noise_generator=noise_generator,
-            flags={
-                "batch_first": batch_first, "poisson_sampling": poisson_sampling,
-                "wrap_model": wrap_model, "rand_on_empty": rand_on_empty,
-            },
-        )  # fmt: skip
-        if noise_generator is not None and self.secure_mode:
-            raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
-        noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
-        validation.check_optimizer(module, optimizer)
-        strategy = resolve(clipping, kwargs, noise_multiplier)
-        validation.check_schedule(strategy.noise, self.accountant.mechanism())
-        compile_missing()
-        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        with self._preparing() as making:
-            model = self._call_for_model(
-                making, strategy, optimizer, module, batch_first=batch_first,
-                max_grad_norm=max_grad_norm, loss_reduction=loss_reduction,
-                grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
-            )  # fmt: skip
-            keeper, ranks = model.keeper, model.keeper.clipping.ranks
-            if model_loss == "per_sample":
-                replace_losses(model, criterion)
-            loader = self._call_for_loader(
-                making, ranks, sampling, data_loader, poisson_sampling=poisson_sampling,
-                batch_first=batch_first, rand_on_empty=rand_on_empty,
-            )  # fmt: skip
-            assert self._drawn_by is not None
-            releases = Releases(self._drawn_by, making.draws, lambda: self.accountant, ranks)
-            private = self._call_for_optimizer(
-                making, keeper, releases, optimizer=inner, noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm, loss_reduction=loss_reduction, clipping=clipping,
-                noise_generator=noise_generator, grad_sample_mode=grad_sample_mode, **kwargs,
-            )  # fmt: skip
-            if grad_sample_mode == "ghost":
-                criterion = self._call_for_criterion(
-                    making, module=model, optimizer=private, criterion=criterion,
-                    loss_reduction=loss_reduction, **kwargs,
-                )  # fmt: skip
-        keeper.batch.accumulation_allowed, keeper.batch.draws = not poisson_sampling, making.draws
-        keeper.batch.views = views
-        keeper.trace.listen(bare(model._module), making.draws, views)
-        # what was released of a model that is gone without cleanup() is still part of the claim
-        self._runs = [
-            run for run in self._runs
-            if run.keeper is not None or (run.releases.steps and not run.batch.retired)
-        ]  # fmt: skip
-        self._runs.append(Run.of(keeper, releases, loader))
-        made = model, private, criterion, loader
-        return made if grad_sample_mode == "ghost" else (model, private, loader)
+        mechanism = self.accountant.mechanism()
+        request = PrivacyRequest.checked(self.secure_mode, mechanism, **arguments)
+        with Preparation(self) as making, ExitStack() as undo:
+            ours: dict[str, Any] = {"ledger": lambda: self.accountant, "validate": self.validate}
+            if request.fast:
+                compile_missing()
+                made, releases = make_fast(request, making, undo, planner=self._planner, **ours)
+                run = PrivateRun.of(made[0].keeper, releases, made[-1], request.planned)
+                self._runs = [*(each for each in self._runs if each.counts), run]
+            else:
+                made = make_by_opacus(request, making, undo, **ours)
+            undo.pop_all()
+        return made
 
     def make_private_with_epsilon(  # type: ignore[override]
         self, *, data_loader: DataLoader, target_epsilon: float, target_delta: float,
@@ -288,33 +213,236 @@ class FastPrivacyEngine(SteppingEngine):
             )
         validation.check_budget(target_epsilon, target_delta, epochs)
         clipping, options = named(clipping, options)
-        asked = (*SAMPLING, "poisson_sampling")
-        design = self.plan_sampling(data_loader, **{n: options[n] for n in asked if n in options})
+        drawn = {name: options[name] for name in SAMPLING if name in options}
+        design = self.plan_sampling(data_loader, **drawn)
         self._check_delta("make_private_with_epsilon", target_delta, design)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
-        accounting = {name: value for name, value in options.items() if name in known}
-        rest = {name: value for name, value in options.items() if name not in known}
-        if len(self.accountant) > 0:
-            say(
-                "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
-                "engine's accountant has recorded steps: the overall epsilon will be higher"
-            )
-        reserved = self._reserved(reserve)
-        schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
-        records = planned_history(design, schedule, 1.0, epochs)
-        noise_multiplier = find_noise_multiplier(
-            target_epsilon=target_epsilon, target_delta=target_delta,
-            sample_rate=records[0][1], steps=sum(count for *_, count in records),
-            schedule=AsPlanned(design, schedule, epochs),
-            accountant=self.accountant.mechanism(), reserved=reserved, **accounting,
+        noise_multiplier = noise_for(
+            self.accountant, design, clipping, (target_epsilon, target_delta),
+            Planned(epochs, target_delta, release.reserved(reserve, self.accountant)),
+            {name: value for name, value in options.items() if name in known},
         )  # fmt: skip
-        made = self.make_private(
-            data_loader=data_loader, noise_multiplier=noise_multiplier, clipping=clipping, **rest
-        )
-        if isinstance(made[1], FastDPOptimizer):
-            run = self._runs[-1]
-            run.epochs, run.delta, run.reserved = epochs, target_delta, reserved
-        return made
+        return self.make_private(
+            data_loader=data_loader, noise_multiplier=noise_multiplier, clipping=clipping,
+            **{name: value for name, value in options.items() if name not in known},
+        )  # fmt: skip
+
+    @property
+    def accountant(self) -> Ledger:
+        """Opacus' accountant of every step that was taken under this engine.
+
+        Another one that is assigned takes over what was recorded so far, beside its own steps (an
+        empty one of another mechanism accounts for the same run); steps go to it from now on.
+        """
+        assert self._accountant is not None
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, value: IAccountant) -> None:
+        self._accountant = succeeding(value, self._accountant)
+
+    def get_epsilon(self, delta: float) -> float:
+        """The (epsilon, delta) that all steps taken so far have spent.
+
+        Formal guarantee: for neighbours that differ in one row (or unit) that was added or removed,
+        where q and B were given; else, and where rows were not drawn by Poisson sampling, in one that
+        is zeroed out. `mechanism()` says which.
+
+        Args:
+            delta: in (0, 1), smaller than 1 / rows.
+
+        Returns:
+            epsilon; 0 before the first step, inf if a step had no noise.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for another delta, or a failure of the accountant's
+                numerics.
+        """
+        found = spent(self.accountant, delta)
+        for run in self._runs:
+            self._check_delta("get_epsilon", float(delta), run.design)
+        return found
+
+    def _check_delta(self, call: str, delta: float, design: SamplingDesign) -> None:
+        """Warn, once an engine, of a delta that lets a run publish one whole sample of N."""
+        self._warned_of_delta = self._warned_of_delta or says_too_much(call, delta, design)
+
+    def row_epsilon(self, delta: float, rate: float | Tensor) -> float:
+        """Epsilon, so far, for a row of the last model made private that is drawn with its own rate.
+
+        Formal guarantee: as of `get_epsilon`, for neighbours that differ in this row. Steps of other
+        models, and of checkpoints that were loaded, count at the rates that were recorded.
+
+        Args:
+            delta: in (0, 1).
+            rate: q_i of the row, of `engine.sampling.rates`.
+
+        Raises:
+            StepError: before make_private. ArgumentError: for a rate or delta out of range.
+        """
+        entries = self._last_run().releases.at_rate(self.accountant.history, rate)
+        return epsilon(entries, delta, self.accountant.mechanism())
+
+    def mechanism(self, *, delta: float | None = None, epochs: float | None = None) -> Mechanism:
+        """What the last model made private guarantees, said exactly; print it, or `as_json()`.
+
+        Args:
+            delta: in (0, 1); None for that of `make_private_with_epsilon`.
+            epochs: length of the whole run, in passes; None for that of `make_private_with_epsilon`.
+
+        Returns:
+            A `fastclip.mechanism.Mechanism`: neighbours, privacy unit, sampling, noise by step,
+            sensitivity, steps recorded and planned, epsilon, what is secure and what is trusted.
+
+        Raises:
+            StepError: before make_private. ArgumentError: for a delta or number of epochs out of range.
+        """
+        run = self._last_run()
+        return mechanism_of(run, self.accountant, self.get_epsilon, delta, epochs)
+
+    @property
+    def sampling(self) -> SamplingDesign:
+        """How the rows of the last model made private are drawn.
+
+        Raises:
+            StepError: before make_private.
+        """
+        return self._last_run().design
+
+    def plan_sampling(
+        self, data_loader: DataLoader, *, poisson_sampling: bool = True, **sampling: Any
+    ) -> SamplingDesign:
+        """How `make_private` would draw the rows of a loader; nothing is drawn or changed.
+
+        Args:
+            sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: it would refuse to.
+        """
+        request = Request(poisson_sampling=poisson_sampling, **sampling)
+        plan = checked_plan(data_loader, request, secure=self.secure_mode, distributed=True)
+        return plan.design
+
+    def plan(self) -> Plan:
+        """The trainable layers, how each one's norm is computed, and what it holds; print it.
+
+        Shapes and methods are those of the last backward pass of the last model made private.
+        """
+        return self._last_run().plan()
+
+    @overload
+    def explain(self) -> Proof: ...
+
+    @overload
+    def explain(self, *, module: nn.Module, **setup: Any) -> Explanation: ...
+
+    def explain(
+        self, *, module: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
+        data_loader: DataLoader | None = None, criterion: Any = None, delta: float | None = None,
+        poisson_sampling: bool = True, loss_reduction: str = "mean", batch: Any = None,
+        **sampling: Any,
+    ) -> Explanation | Proof:  # fmt: skip
+        """What `make_private` would do with these arguments; or, without any, what the traced steps of
+        the last private model have shown. Print it.
+
+        It names what is trained and frozen, layers without a rule of their own, whatever would be
+        refused, and known traps: rows not drawn by Poisson sampling, a last incomplete batch, delta
+        larger than 1 / N, losses that couple samples, noise that can be foreseen. Nothing is
+        changed, and no data is looked at but `batch`.
+
+        Args:
+            module: the model, before `make_private`; None: the last one that was made private. The
+                rest: as for `make_private`, as far as known.
+            delta: that of the epsilon to be stated.
+            batch: what the model is called with: a tensor, a tuple of arguments, a dictionary of
+                keywords. A copy of the model is then run on a few of its rows, as in the first step:
+                uses of parameters, refusals of coupled rows, and what that look costs are told, too.
+            sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
+
+        Returns:
+            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`; without `module` a
+            `fastclip.trace.findings.Proof`: the operations in which samples met, and what follows.
+
+        Raises:
+            StepError: without `module`, before make_private.
+        """
+        if module is None:
+            return self._last_run().trace_log.proof
+        return explain(
+            Setup(
+                module, optimizer, data_loader, criterion, delta, loss_reduction, self.secure_mode,
+                batch, {"poisson_sampling": poisson_sampling, **sampling},
+            )
+        )  # fmt: skip
+
+    def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
+        """Say which group each row of the next backward pass belongs to.
+
+        For strategies of groups, before every backward pass, on physical batches as on whole ones;
+        other strategies ignore it, so a training loop may always call it. Ids that no backward pass
+        has used are forgotten at the next real step.
+
+        Args:
+            ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not looked
+                at: a row outside the range contributes nothing and counts nowhere.
+            module: the private model whose pass comes next, where the engine has several.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
+        """
+        set_groups(self._keepers(), ids, module)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside contributes nothing: forward passes, wherever they are differentiated, and
+        backward passes. Holds for the models of this engine, their methods and their parts.
+
+        For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
+        parameters receive none.
+        """
+        with ExitStack() as stack:
+            for keeper in self._keepers():
+                stack.enter_context(keeper.pause())
+            yield
+
+    def make_step(
+        self, model: nn.Module, loss_function: Callable[..., Tensor], *,
+        physical_batch: int | None = None, cuda_graph: bool = False, compile: bool = False,
+    ) -> Step:  # fmt: skip
+        """A function that trains on one batch, and may compile it whole, or replay it as CUDA graphs.
+
+        Examples:
+            >>> def losses(model, x, y):
+            ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
+            >>> step = engine.make_step(model, losses, physical_batch=320, cuda_graph=True)
+            >>> for x, y in loader:
+            ...     loss = step(x, y)  # forward and backward
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+
+        Args:
+            model: the private model (for wrap_model=False your own): what `loss_function` gets.
+            loss_function: (model, *batch) -> the loss of each row, [n]; the step takes their mean or
+                sum, as `loss_reduction` says.
+            physical_batch: rows that are run at once. A larger batch is run in parts, which one
+                `optimizer.step()` releases; in a graph a smaller one is filled up with placeholder
+                rows, which contribute nothing. None: the expected batch, for Poisson sampling with
+                three standard deviations of its size, up to a multiple of 8; times `views`.
+            cuda_graph: replay the device's work of a pass as CUDA graphs (docs/cuda_graphs.md); on a
+                CPU it runs as it is, and says so once.
+            compile: let inductor compile forward pass, loss, backward pass, norms and clipped sums
+                whole (docs/compile.md). What cannot be compiled is said once, and runs as it is.
+
+        Raises:
+            ArgumentError: for another model, samples that do not lie along axis 0, or both cuda_graph
+                and compile.
+        """
+        keepers = [keeper for run in self._runs if (keeper := run.keeper) is not None]
+        return make_step(
+            keepers, model, loss_function, physical_batch=physical_batch, cuda_graph=cuda_graph,
+            compile=compile,
+        )  # fmt: skip
 
     def count(
         self, query: CountQuery, *, groups: Any, measures: Mapping[str, Any] | None = None,
@@ -344,12 +472,12 @@ class FastPrivacyEngine(SteppingEngine):
             ArgumentError, ArgumentTypeError: for other values, shapes or types, or a query that the
                 ledger cannot take; nothing is spent. StepError: it cannot be recorded.
         """
-        ranks = self._all_ranks("count")
-        exact = exact_counts(check_query(query), groups, measures, unit_ids, ranks)
-        pay(query, 1, self.accountant, self._trained_units, ranks)
-        return draw(query, exact, self._count_noise, self.accountant, ranks)
+        ranks = self._ranks("count")
+        exact = release.exact_counts(release.check_query(query), groups, measures, unit_ids, ranks)
+        release.pay(query, 1, self.accountant, self._trained_units, ranks)
+        return release.draw(query, exact, self._count_noise, self.accountant, ranks)
 
-    def prepay(self, query: CountQuery, times: int) -> PaidCounts:
+    def prepay(self, query: CountQuery, times: int) -> release.PaidCounts:
         """Pay for several answers of one query at once, so that the cost is known before the first.
 
         Args:
@@ -362,9 +490,9 @@ class FastPrivacyEngine(SteppingEngine):
         Raises:
             As `count`.
         """
-        ranks, times = self._all_ranks("prepay"), whole_number("times", times, 1)
-        pay(check_query(query), times, self.accountant, self._trained_units, ranks)
-        return PaidCounts(query, times, self._count_noise, self.accountant, ranks)
+        ranks, times = self._ranks("prepay"), whole("times", times, 1)
+        release.pay(release.check_query(query), times, self.accountant, self._trained_units, ranks)
+        return release.PaidCounts(query, times, self._count_noise, self.accountant, ranks)
 
     def privacy_by_data_set(self, delta: float) -> PrivacyByDataSet:
         """What the people of each data set have spent: the training set, and others that were counted.
@@ -380,26 +508,93 @@ class FastPrivacyEngine(SteppingEngine):
         """
         return lines_of(self.accountant, delta)
 
-    def _reserved(self, reserve: Sequence[tuple[CountQuery, int]]) -> tuple[Entry, ...]:
-        found: list[Entry] = []
-        for query, times in reserve:
-            if not check_query(query).data.private:
-                continue
-            if line_name(query, self.accountant) != TRAINING:
-                raise ArgumentError(
-                    f"reserve got a count of {query.data.name!r}, which costs the training set nothing. "
-                    "Leave it out"
-                )
-            found.append((query.noise_multiplier, 1.0, whole_number("times", times, 1)))
-        return tuple(found)
+    def write_ahead(self, path: Any) -> None:
+        """Keep the ledger in a file, too: each step is on the disk before it is released.
 
-    @property
-    def _trained_units(self) -> frozenset[str]:
-        return frozenset(run.design.unit for run in self._runs)
+        A run that is killed, or goes on from an older checkpoint, counts every step that it has taken:
+        what the file holds is counted at once. On several ranks all of them call this, after
+        make_private, with a path under which all of them see the same file; the first one writes. It
+        costs one fsync a step, on several ranks one small exchange, too.
 
-    def _all_ranks(self, call: str) -> Ranks | None:
-        self._check_ranks(call)
-        return self._ranks
+        Formal guarantee: whatever kills the process, the file holds every released step. A step that
+        cannot be written (the disk is full; the file was closed, moved, replaced or touched; this is a
+        copy or a fork) is a StepError and not released, until another file is named or none is kept.
+
+        Args:
+            path: of the file, which is made if it is not there; one for each run. None: keep none any
+                more, and let somebody else have the file.
+
+        Raises:
+            ArgumentError: the engine keeps a file already; this one is damaged, no ledger, of steps that
+                this accountant cannot compose, or is being written by somebody else; ranks see
+                different files. The engine goes on as before, and the file is left as it is.
+            OSError: it cannot be opened or made.
+            StepError: it cannot be written.
+        """
+        keep_in_file(self.accountant, path, self._ranks("write_ahead"))
+
+    def save_checkpoint(self, *, path: Any, module: nn.Module, **options: Any) -> None:  # type: ignore[override]
+        """Save what `load_checkpoint` goes on from; on several ranks the first one writes.
+
+        The file is whole whenever it is there: an old one stays until the new one is written. Its keys
+        and tensors are those of the model in one process, so that any number of ranks can load it;
+        where parameters are spread (fully_shard), all ranks gather them, and come here together.
+
+        Args:
+            As in Opacus.
+
+        Raises:
+            ArgumentError: it would hold other things than tensors and plain values, which could not be
+                loaded; an old file stays.
+        """
+        ranks = self._runs[-1].state.ranks if self._runs else None
+        writes = ranks is None or ranks.number == 0
+        save_checkpoint(self.accountant, writes=writes, path=path, module=module, **options)
+
+    def load_checkpoint(
+        self, *, path: Any, module: nn.Module, optimizer: Any = None, noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None, module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Go on from `save_checkpoint`, Opacus' own files included.
+
+        What this engine has recorded itself stays: a model that is set back in the middle of a run
+        has been seen further on. Steps of the same run count once, all others are added. Files hold
+        tensors and plain values; nothing in them is run (`torch_load_kwargs={"weights_only": False}`
+        trusts a file that holds more).
+
+        Args:
+            As in Opacus; objects that are given get the state that the file holds for them.
+
+        Returns:
+            The rest of the file.
+
+        Raises:
+            ArgumentError: if the file is damaged, does not say what its run has spent, or was
+                accounted by another mechanism; nothing is loaded.
+        """
+        return load_checkpoint(
+            self.accountant, path=path, module=module, optimizer=optimizer,
+            noise_scheduler=noise_scheduler, grad_clip_scheduler=grad_clip_scheduler,
+            module_load_dict_kwargs=module_load_dict_kwargs, torch_load_kwargs=torch_load_kwargs,
+        )  # fmt: skip
+
+    def run_state(self, *, module: nn.Module, optimizer: Any) -> RunState:
+        """The run for torch.distributed.checkpoint, which saves each rank's part by that rank.
+
+        Examples:
+            >>> state = {"private run": engine.run_state(module=model, optimizer=optimizer)}
+            >>> torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+            >>> torch.distributed.checkpoint.load(state, checkpoint_id=folder)  # on any number of ranks
+
+        Args:
+            module: as make_private returned them.
+            optimizer: as make_private returned them.
+
+        Raises:
+            ArgumentTypeError: for another optimizer.
+        """
+        return RunState(self.accountant, model_of(module), optimizer)
 
     def is_compatible(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
@@ -432,129 +627,49 @@ class FastPrivacyEngine(SteppingEngine):
         validation.check_module(fixed)
         return fixed
 
-    def _prepare_fast_model(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,
-        max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
-        wrap_model: bool,
-    ) -> FastGradSampleModule | FastGradSampleHooks:  # fmt: skip
-        with unwrapped(module) as given:
-            return self._make_fast_model(
-                given, optimizer, clipping, max_grad_norm, batch_first, loss_reduction, wrap_model
-            )
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the ledger, and no model, rows or rates: what was released goes on elsewhere."""
+        return {**self.__dict__, "_runs": []}
 
-    def _make_fast_model(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,
-        max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
-        wrap_model: bool,
-    ) -> FastGradSampleModule | FastGradSampleHooks:  # fmt: skip
-        wrapper = module if isinstance(module, FastGradSampleModule) else None
-        module = module if wrapper is None else wrapper._module
-        with whole(ranks := ranks_of(module)):
-            self.validate(module=bare(module))
-            trained, frozen = held_by(optimizer, uncompiled(bare(module)), ranks)
-            keeper = BookKeeper(
-                trained, clipping, max_grad_norm, mean_loss=loss_reduction == "mean",
-                batch_axis=0 if batch_first else 1, frozen=frozen, planner=self._planner,
-            )  # fmt: skip
-            keeper.clipping.ranks = ranks
-            self._go_on_with(wrapper, module, keeper.names)
-            if wrapper is not None:
-                wrapper.to_standard_module()  # all is checked: the earlier engine may let go
-            kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
-            options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-            return kind(module, keeper=keeper, **options)  # type: ignore[arg-type]
+    def __deepcopy__(self, memo: dict[int, Any]) -> FastPrivacyEngine:
+        """A copy goes on in the same ledger, where copied optimizers record, too."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        if self._accountant is not None:
+            memo[id(self._accountant)] = self._accountant
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return twin
 
     # Opacus' own methods, which subclasses override
+    _prepare_model, _prepare_data_loader, _prepare_optimizer, _prepare_criterion = map(
+        own_method, METHODS
+    )
 
-    @contextmanager
-    def _preparing(self) -> Iterator[Preparation]:
-        """They are called inside; on an error the model is as it was."""
-        before, self._making = self._making, Preparation(self)
-        try:
-            yield self._making
-        except Exception as error:
-            model = self._making.made.get(MODEL)
-            if model is not None:
-                model.cleanup()
-                refuse(model.keeper.clipping.ranks, error)
-            raise
-        finally:
-            self._making = before
+    # Its runs
 
-    def _call_for_model(
-        self, making: Preparation, strategy: Clipping, optimizer: torch.optim.Optimizer,
-        module: nn.Module, **asked: Any,
-    ) -> Any:  # fmt: skip
-        own = {name: value for name, value in asked.items() if name != "grad_sample_mode"}
-        make = partial(self._prepare_fast_model, module, optimizer, strategy, **own)
-        model = making.call(MODEL, make, module, **asked)
-        making.check(MODEL, model)
-        return model
+    def _ranks(self, call: str) -> Ranks | None:
+        """Who trains the model that was made private last; the first of them writes what all have.
 
-    def _call_for_loader(
-        self, making: Preparation, ranks: Ranks | None, sampling: dict[str, Any],
-        data_loader: DataLoader, **asked: Any,
-    ) -> DataLoader:  # fmt: skip
-        def make() -> DataLoader:
-            loader, design = self._prepare_sampling(data_loader, ranks=ranks, **asked, **sampling)
-            refuse_truncated([(0.0, accounted_rate(design), 1)], self.accountant.mechanism())
-            poisson = asked["poisson_sampling"]
-            draws = self._watched(
-                loader, poisson, asked["rand_on_empty"], required=poisson, ranks=ranks
+        Raises:
+            ArgumentError: several processes, and nobody has said that they train together.
+        """
+        ranks = self._runs[-1].state.ranks if self._runs else None
+        check_who_writes(ranks, call)
+        return ranks
+
+    @property
+    def _trained_units(self) -> frozenset[str]:
+        return frozenset(run.design.unit for run in self._runs)
+
+    def _last_run(self) -> PrivateRun:
+        if not self._runs:
+            raise StepError(
+                "this is told of models in the fast mode, and this engine has made none of these "
+                "private: call make_private first, and omit grad_sample_mode; get_epsilon counts the "
+                "steps of Opacus' own modes, too"
             )
-            self._drawn_by = design
-            self._made_loader(making, loader, draws)
-            return loader
+        return self._runs[-1]
 
-        loader = making.call(LOADER, make, data_loader, distributed=ranks is not None, **asked)
-        ordered = sampling["unit_ids"] is not None
-        self._check_loader(making, loader, batch_first=asked["batch_first"], ordered=ordered)
-        return loader
-
-    def _call_for_optimizer(
-        self, making: Preparation, keeper: BookKeeper, releases: Releases, **asked: Any
-    ) -> FastDPOptimizer:
-        size, ranks = releases.design.expected_batch_size, keeper.clipping.ranks
-
-        def make() -> FastDPOptimizer:
-            made = FastDPOptimizer(
-                asked["optimizer"], keeper=keeper, noise_multiplier=asked["noise_multiplier"],
-                expected_batch_size=size, loss_reduction=asked["loss_reduction"],
-                generator=asked["noise_generator"], secure_mode=self.secure_mode,
-            )  # fmt: skip
-            made.account_with(releases)  # first: what an override attaches to it stays
-            return made
-
-        private = making.call(
-            OPTIMIZER, make, expected_batch_size=size, distributed=ranks is not None, **asked
-        )
-        making.check(OPTIMIZER, private)
-        return private
-
-    def _call_for_criterion(self, making: Preparation, **asked: Any) -> Any:
-        criterion = making.call(CRITERION, lambda: asked["criterion"], **asked)
-        check_criterion(criterion, asked["loss_reduction"], asked["module"])
-        check_coupling(criterion)
-        return criterion
-
-    def _prepare_model(self, module: nn.Module, **given: Any) -> Any:
-        if self._making is None or not self._making.fast:
-            return super()._prepare_model(module, **given)
-        return self._making.make(MODEL, module, **given)
-
-    def _prepare_data_loader(  # type: ignore[override]
-        self, data_loader: DataLoader, **given: Any
-    ) -> DataLoader:
-        if self._making is None or not self._making.fast:
-            return super()._prepare_data_loader(data_loader, **given)
-        return self._making.make(LOADER, data_loader, **given)
-
-    def _prepare_optimizer(self, **given: Any) -> DPOptimizer:  # type: ignore[override]
-        if self._making is None or not self._making.fast:
-            return super()._prepare_optimizer(**given)
-        return self._making.make(OPTIMIZER, **given)
-
-    def _prepare_criterion(self, **given: Any) -> Any:
-        if self._making is None or not self._making.fast:
-            return super()._prepare_criterion(**given)
-        return self._making.make(CRITERION, **given)
+    def _keepers(self) -> list[BookKeeper]:
+        """Of the models that are private, and in use."""
+        self._last_run()
+        return [keeper for run in self._runs if (keeper := run.keeper) is not None]

@@ -44,12 +44,11 @@ class Setup:
     data_loader: DataLoader | None = None
     criterion: Any = None
     delta: float | None = None
-    poisson_sampling: bool = True
     loss_reduction: str = "mean"
     secure_mode: bool = False
     batch: Any = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """sample_rate, expected_batch_size, unit_ids, ..."""
+    """poisson_sampling, sample_rate, expected_batch_size, unit_ids, ..."""
 
     def design(self) -> SamplingDesign:
         """How its rows would be drawn.
@@ -58,11 +57,8 @@ class Setup:
             ArgumentError, ArgumentTypeError: they would not.
         """
         assert self.data_loader is not None
-        plan = plan_sampling(
-            self.data_loader, Request(**self.sampling), poisson_sampling=self.poisson_sampling,
-            secure=self.secure_mode,
-        )  # fmt: skip
-        return plan.design
+        request = Request(**self.sampling)
+        return plan_sampling(self.data_loader, request, secure=self.secure_mode).design
 
 
 @dataclass(frozen=True)
@@ -274,7 +270,7 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
             f"takes N for public, and protects what a {unit} holds, not whether it is there; pass "
             "sample_rate= and expected_batch_size= that do not depend on the data to protect both"
         )
-    if not setup.poisson_sampling:
+    if not setup.sampling.get("poisson_sampling", True):
         yield (
             "poisson_sampling=False: every row is in every pass, so that sampling protects nobody: a "
             "pass is accounted as one step of q = 1, and epsilon is far larger; omit it"

@@ -7,13 +7,15 @@ what its super() has made; what makes a run private, and what is told of it, sta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from fastclip._opacus import handed_on
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, StepError
 
 MODEL, LOADER = "_prepare_model", "_prepare_data_loader"
 OPTIMIZER, CRITERION = "_prepare_optimizer", "_prepare_criterion"
+METHODS = (MODEL, LOADER, OPTIMIZER, CRITERION)
 _HARM = {
     MODEL: "model than that of super(), whose gradients nobody clips",
     LOADER: "data loader than that of super(), whose draws nobody counts",
@@ -22,23 +24,26 @@ _HARM = {
 }
 
 
+_RUNNING: ContextVar[Preparation | None] = ContextVar("the make_private under way", default=None)
+
+
 class Preparation:
-    """The calls of these methods in one make_private."""
+    """The calls of these methods in one make_private: inside of `with`, those of this engine."""
 
     def __init__(self, engine: object) -> None:
         self.engine = engine
         self.made: dict[str, Any] = {}
         """What the engine's own methods have made, by their names."""
-        self.draws: Any = None
-        """Those of the loader that was made."""
-        self.handed: tuple[Any, ...] = ()
-        """What another loader must have of it, to hand them out."""
         self._asked: dict[str, tuple[Callable[[], Any], Sequence[Any], dict[str, Any]]] = {}
 
-    @property
-    def fast(self) -> bool:
-        """Whether the engine calls these methods itself; else Opacus' code does."""
-        return bool(self._asked)
+    def __enter__(self) -> Preparation:
+        self._before = _RUNNING.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _RUNNING.reset(self._before)
+        self.made.clear()
+        self._asked.clear()
 
     def call(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
         """What the method returns, whoever overrides it.
@@ -49,6 +54,16 @@ class Preparation:
         asked = handed_on(name, asked)
         self._asked[name] = make, first, asked
         return getattr(self.engine, name)(*first, **asked)
+
+    def call_for_own(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
+        """The same, which must be what `make` has made.
+
+        Raises:
+            ArgumentError: it is another object.
+        """
+        returned = self.call(name, make, *first, **asked)
+        self.check(name, returned)
+        return returned
 
     def make(self, name: str, *first: Any, **given: Any) -> Any:
         """The engine's own method, which an override calls through super().
@@ -71,12 +86,8 @@ class Preparation:
                 f"{who} passes another {others[0]} to super() than it was called with, which would not "
                 "be what is accounted for; pass it on unchanged (give make_private the other)"
             )
-        return self.keep(name, make())
-
-    def keep(self, name: str, made: Any) -> Any:
-        """Note what the engine's own method has made."""
-        self.made[name] = made
-        return made
+        self.made[name] = make()
+        return self.made[name]
 
     def check(self, name: str, returned: Any, same: bool | None = None) -> None:
         """Refuse another model, loader or optimizer than the engine's own method has made.
@@ -92,6 +103,22 @@ class Preparation:
             )
 
 
+def own_method(name: str) -> Callable[..., Any]:
+    """The engine's own method of this name: what it makes in the make_private under way."""
+
+    def method(self: Any, *first: Any, **given: Any) -> Any:
+        running = _RUNNING.get()
+        if running is None or running.engine is not self:
+            raise StepError(
+                f"{type(self).__name__}.{name} is a part of make_private, and was called by itself, so "
+                "that nobody would account for what it makes; call make_private"
+            )
+        return running.make(name, *first, **given)
+
+    method.__name__ = name
+    return method
+
+
 def overriding(engine: object, name: str) -> str:
     """The method that is called first, as messages name it."""
     kind = type(engine)
@@ -104,11 +131,11 @@ def check_reached(engine: object, own: type) -> None:
     """Refuse an override of a class behind the engine's own classes, which would not call it.
 
     Args:
-        own: the last of them that has these methods.
+        own: that of them that has these methods.
     """
     kinds = type(engine).__mro__
     for kind in kinds[kinds.index(own) + 1 :]:
-        for name in (MODEL, LOADER, OPTIMIZER, CRITERION):
+        for name in METHODS:
             if name in vars(kind) and kind.__module__.partition(".")[0] not in (
                 "fastclip",
                 "opacus",

@@ -1,4 +1,4 @@
-"""A run's checkpoint as a file: its format, whether it is whole, and that no code is in it."""
+"""A run's checkpoint as a file: what is in it, whether it is whole, and that no code is in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, say
+from fastclip.files import write_whole
+from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, model_of, optimizer_alone
 
+_ACCOUNTANT, _MODULE = "privacy_accountant_state_dict", "module_state_dict"
 _FOLDER = 0x10
 """Among the attributes of an archive's entry, which no checksum is over."""
 KEY = "fastclip_checkpoint"
@@ -23,6 +27,94 @@ FORMAT = 1
 def stamp() -> dict[str, Any]:
     """What a file says of itself."""
     return {"format": FORMAT, "torch": str(torch.__version__)}
+
+
+def save_checkpoint(
+    ledger: Any, *, writes: bool, path: Any, module: nn.Module, optimizer: Any = None,
+    noise_scheduler: Any = None, grad_clip_scheduler: Any = None,
+    checkpoint_dict: Mapping[str, Any] | None = None,
+    module_state_dict_kwargs: Mapping[str, Any] | None = None,
+    torch_save_kwargs: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Save a run as Opacus does; see `FastPrivacyEngine.save_checkpoint`.
+
+    Args:
+        ledger: of the run. writes: this process writes what all ranks have.
+        The rest: as in Opacus.
+
+    Raises:
+        ArgumentError: as `check_loads`; an old file stays.
+    """
+    module = model_of(module)
+    model, options = as_alone(module), dict(module_state_dict_kwargs or {})
+    if is_spread(module):
+        model, options = Kept(model, writes, **options), {}
+        if optimizer is not None:
+            optimizer = Kept(optimizer_alone(optimizer), writes)
+    if not writes:
+        return
+    saved = {**(checkpoint_dict or {}), KEY: stamp(), _MODULE: model.state_dict(**options)}
+    saved[_ACCOUNTANT] = ledger.state_dict()
+    parts = {
+        "optimizer": optimizer, "noise_scheduler": noise_scheduler,
+        "grad_clip_scheduler": grad_clip_scheduler,
+    }  # fmt: skip
+    saved |= {f"{name}_state_dict": x.state_dict() for name, x in parts.items() if x is not None}
+
+    def write(file: Any) -> None:
+        begin = file.tell() if hasattr(file, "tell") else 0
+        torch.save(saved, file, **(torch_save_kwargs or {}))
+        check_loads(file, begin)
+
+    write_whole(path, write)
+
+
+def load_checkpoint(
+    ledger: Any, *, path: Any, module: nn.Module, optimizer: Any = None,
+    noise_scheduler: Any = None, grad_clip_scheduler: Any = None,
+    module_load_dict_kwargs: Mapping[str, Any] | None = None,
+    torch_load_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Go on from a file of `save_checkpoint`, or Opacus'; see `FastPrivacyEngine.load_checkpoint`.
+
+    Args:
+        ledger: of the run; the rest: as in Opacus.
+
+    Returns:
+        The rest of the file.
+
+    Raises:
+        ArgumentError: as `read_checkpoint`; or the file does not say what its run has spent.
+    """
+    saved = read_checkpoint(path, torch_load_kwargs or {})
+    if _ACCOUNTANT not in saved:
+        raise ArgumentError(
+            f"the checkpoint holds no {_ACCOUNTANT}, so what its run has spent is not known; load "
+            "one that engine.save_checkpoint wrote"
+        )
+    if _MODULE not in saved:
+        raise ArgumentError(
+            f"the checkpoint holds no {_MODULE}, and nothing was loaded; load one that "
+            "engine.save_checkpoint wrote"
+        )
+    # First: a module that fails halfway has got some of the weights.
+    ledger.load_state_dict(saved[_ACCOUNTANT])
+    as_alone(model_of(module)).load_state_dict(saved[_MODULE], **(module_load_dict_kwargs or {}))
+    state = saved.pop("optimizer_state_dict", {})
+    if optimizer is not None and state:
+        optimizer_alone(optimizer).load_state_dict(state)
+    elif optimizer is not None or state:
+        held, given = "a" if state else "no", "none" if optimizer is None else "one"
+        say(
+            f"the checkpoint holds {held} state of an optimizer and load_checkpoint got {given}: "
+            "momentum, thresholds and noise schedules go on from where they are"
+        )
+    schedulers = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
+    for name, scheduler in schedulers.items():
+        state = saved.pop(f"{name}_state_dict", {})
+        if scheduler is not None and state:
+            scheduler.load_state_dict(state)
+    return saved
 
 
 def check_loads(path: Any, begin: int = 0) -> None:

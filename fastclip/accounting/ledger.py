@@ -34,7 +34,7 @@ from fastclip.accounting.segments import (
 from fastclip.accounting.truncation import refuse_truncated
 from fastclip.accounting.undisturbed import OwnLock, step_beside, undisturbed
 from fastclip.accounting.write_ahead import LineLog, NotWritten, WriteAheadLog
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.forks import this_process
 
 
@@ -330,6 +330,24 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     ledger.protected = BY_OPACUS if ledger.history else Protected()
     ledger._names = Names()
     ledger._begin({})
+    return ledger
+
+
+def succeeding(accountant: object, before: Ledger | None) -> Ledger:
+    """A ledger of this accountant, that goes on from another one.
+
+    Raises:
+        ArgumentTypeError: it is no accountant. ArgumentError, StepError: as of `Ledger.take_over`.
+    """
+    if not isinstance(accountant, IAccountant):
+        raise ArgumentTypeError(
+            f"accountant expects an accountant of Opacus, got {type(accountant).__name__}; take one of "
+            "opacus.accountants.create_accountant"
+        )
+    ledger = keep_ledger(accountant)
+    if before is not None and before is not ledger:
+        ledger.take_over(before)
+        ledger.drawn.join(before.drawn)
     return ledger
 
 

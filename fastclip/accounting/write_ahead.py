@@ -20,7 +20,7 @@ from fastclip.accounting.segments import (
     saved_entries,
 )
 from fastclip.errors import StepError
-from fastclip.parallel.ranks import Ranks
+from fastclip.parallel.ranks import Ranks, together
 
 TRAINING = ""
 """The line of the training set; every other is named after a data set."""
@@ -249,3 +249,34 @@ class NotWritten:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def keep_in_file(ledger: Any, path: Any, ranks: Ranks | None) -> None:
+    """Keep a ledger in a file from now on, or in none (None); see `FastPrivacyEngine.write_ahead`.
+
+    Args:
+        ranks: who come here together; the first of them writes.
+
+    Raises:
+        ArgumentError, StepError, OSError: as there. The ledger goes on as before.
+    """
+    first, log = ranks is None or ranks.number == 0, None
+    try:
+        with together(ranks) as told:
+            told["number of files for the ledger"] = int(path is not None)
+            if path is not None and first:
+                ledger.check_no_file()
+                log = WriteAheadLog(path, ranks=ranks)
+        if path is not None:
+            with together(ranks) as told:
+                if not first:
+                    log = WriteAheadLog(path, writes=False, ranks=ranks)
+                assert log is not None
+                told["ledger file (one path, on a file system that all of them share)"] = log.seen
+            with together(ranks):
+                ledger.count(log)
+    except BaseException:
+        if log is not None:
+            log.give_up()
+        raise
+    ledger.keep_in(log)

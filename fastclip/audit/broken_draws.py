@@ -13,7 +13,6 @@ from fastclip.audit.broken import replaced
 from fastclip.data import plan, recorded
 from fastclip.data.plan import Plan
 from fastclip.data.sampling import PoissonSampler
-from fastclip.engine import FastPrivacyEngine
 
 
 def same_draw(sampler: PoissonSampler, own: Any) -> Tensor:
@@ -57,15 +56,15 @@ def as_many_steps_as_rows() -> AbstractContextManager[None]:
 def size_of_data() -> AbstractContextManager[None]:
     """B = int(N q), whatever was asked for."""
 
-    def made(prepare: Any) -> Any:
-        def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
-            loader, design = prepare(self, *args, **kwargs)
-            size = float(max(1, int(design.units * design.rate)))
-            return loader, replace(design, expected_batch_size=size)
+    def made(planned: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Plan:
+            found = planned(*args, **kwargs)
+            size = float(max(1, int(found.design.units * found.design.rate)))
+            return replace(found, design=replace(found.design, expected_batch_size=size))
 
         return broken
 
-    return replaced(FastPrivacyEngine, "_prepare_sampling", made)
+    return replaced(plan, "checked_plan", made)
 
 
 def recorded_uncut() -> AbstractContextManager[None]:

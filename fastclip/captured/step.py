@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm
@@ -15,6 +17,7 @@ from fastclip.captured.device import Recorder, recorder_of
 from fastclip.captured.frozen import Frozen, check_decided, settled, surroundings
 from fastclip.captured.recording import Recording
 from fastclip.captured.traced import TracedRecorder
+from fastclip.checks import whole
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError, say
 from fastclip.graph import reached_without
@@ -29,6 +32,59 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 _Recorders = Callable[[torch.device], Recorder]
+
+
+def make_step(
+    keepers: Iterable[BookKeeper], model: nn.Module, loss_function: Callable[..., Tensor], *,
+    physical_batch: int | None, cuda_graph: bool, compile: bool,
+) -> Step:  # fmt: skip
+    """The step of one of an engine's models; see `FastPrivacyEngine.make_step`.
+
+    Args:
+        keepers: of the models that are private. The rest: as there.
+
+    Raises:
+        ArgumentError: as there.
+    """
+    for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name} expects True or False, got {value!r}")
+    if cuda_graph and compile:
+        raise ArgumentError("make_step got both cuda_graph and compile; choose one of them")
+    if any(isinstance(part, FSDPModule) for part in model.modules()):
+        raise ArgumentError(
+            "make_step expects a model that one rank holds as a whole, got one that fully_shard has "
+            "spread, whose passes all ranks make together; call model, loss and backward() yourself"
+        )
+    own: set[Any] = set(model.parameters())
+    found = [keeper for keeper in keepers if keeper.names and own.issuperset(keeper.names)]
+    if len(found) != 1:
+        raise ArgumentError(
+            "make_step expects one model that this engine has made private and that trains, got "
+            f"one that holds {len(found)} of them; pass the model that make_private returned"
+        )
+    (keeper,) = found
+    if keeper.calls.batch_axis:
+        raise ArgumentError(
+            "make_step expects samples along axis 0, but make_private got batch_first=False; move "
+            "the batch first"
+        )
+    rows = _usual_rows(keeper) if physical_batch is None else physical_batch
+    rows = whole("physical_batch", rows, 1)
+    return Step(model, keeper, loss_function, rows, cuda_graph, compile)
+
+
+def _usual_rows(keeper: BookKeeper) -> int:
+    """Rows that nearly every draw has no more of; public, as the expected batch is."""
+    expected = keeper.clipping.expected_batch_size
+    if not expected:
+        raise ArgumentError(
+            "make_step got no physical_batch, and the optimizer has no expected_batch_size to choose it "
+            "from; pass physical_batch"
+        )
+    draws = keeper.batch.draws
+    margin = 3 * math.sqrt(expected) if draws is None or draws.independent else 0.0
+    return 8 * math.ceil((expected + margin) * keeper.batch.views / 8)
 
 
 class Step:

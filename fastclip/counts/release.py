@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastclip.accounting.ledger import Ledger
-from fastclip.accounting.segments import new_name
+from fastclip.accounting.segments import Entry, new_name
 from fastclip.checks import whole
 from fastclip.counts.answer import NoisyCounts, as_counts
-from fastclip.counts.lines import line_for
-from fastclip.counts.query import CountQuery
+from fastclip.counts.lines import line_for, line_name
+from fastclip.counts.query import TRAINING, CountQuery
 from fastclip.counts.tally import GRID, tally
-from fastclip.errors import ArgumentTypeError, StepError
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.forks import this_process
 from fastclip.noise import NoiseSource, SecureNoise, SeededNoise
 from fastclip.parallel.ranks import Ranks, together
@@ -41,6 +41,25 @@ def check_query(query: object) -> CountQuery:
     if not isinstance(query, CountQuery):
         raise ArgumentTypeError(f"query expects a CountQuery, got {type(query).__name__}")
     return query
+
+
+def reserved(reserve: Iterable[tuple[CountQuery, int]], ledger: Ledger) -> tuple[Entry, ...]:
+    """What counts of the training set will cost, (query, times) each: (sigma, q, steps).
+
+    Raises:
+        ArgumentError: a data set shares nobody with the training set.
+    """
+    found: list[Entry] = []
+    for query, times in reserve:
+        if not check_query(query).data.private:
+            continue
+        if line_name(query, ledger) != TRAINING:
+            raise ArgumentError(
+                f"reserve got a count of {query.data.name!r}, which costs the training set nothing. "
+                "Leave it out"
+            )
+        found.append((query.noise_multiplier, 1.0, whole("times", times, 1)))
+    return tuple(found)
 
 
 def pay(

@@ -1,7 +1,8 @@
-"""From a data loader, and what is asked of its draws, to their design; nothing is drawn or changed."""
+"""From a data loader, and what is asked of its draws, to their design, and to the loader that trains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,8 +12,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.calibration import steps_of
+from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.segments import new_name
+from fastclip.accounting.truncation import refuse_truncated
 from fastclip.checks import between, positive, whole
-from fastclip.data.collating import plain_collate
+from fastclip.data.collating import check_collate, checked_collate, plain_collate
+from fastclip.data.copies import check_copies
 from fastclip.data.design import (
     ENDLESS,
     GIVEN_ORDER,
@@ -22,23 +27,38 @@ from fastclip.data.design import (
     TRUNCATED,
     SamplingDesign,
 )
+from fastclip.data.draws import Draws
 from fastclip.data.empty import EmptyBatches
-from fastclip.data.loader import outermost, unwatched
-from fastclip.data.row_order import know_empty, try_collate
+from fastclip.data.filling import filling_of
+from fastclip.data.loader import (
+    asks_at_once,
+    draws_alike,
+    draws_of,
+    outermost,
+    unwatched,
+    watch_draws,
+)
+from fastclip.data.mixed import canaries_of
+from fastclip.data.recorded import accounted_rate
+from fastclip.data.row_order import check_row_order, know_empty, try_collate
+from fastclip.data.rows_told import told_of
+from fastclip.data.same_rows import SameRows
 from fastclip.data.samplers import (
     POISSON_OF_ROWS,
     Choice,
     check_order,
     check_poisson,
+    check_shares,
     draws_independently,
     length_of,
     order_of,
 )
-from fastclip.data.sampling import PoissonSampler
+from fastclip.data.sampling import PoissonSampler, check_secure, draw_exactly, draw_securely
 from fastclip.data.streams import readers_of
 from fastclip.data.unit_ids import unit_numbers
 from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
 from fastclip.errors import ArgumentError
+from fastclip.overrides import LOADER, Preparation
 from fastclip.parallel.digest import digest
 from fastclip.parallel.ranks import Ranks
 
@@ -46,11 +66,12 @@ _SOME = 8
 """Samples on which a collate function is tried before worker processes run it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
-    """What make_private is asked of the draws, beside the loader.
+    """What make_private is asked of the draws, beside the loader, in Python's own numbers.
 
     Args:
+        poisson_sampling: every unit is drawn independently; else as the loader's own sampler draws.
         sample_rate: q, in (0, 1]: draws have exactly this rate, and a pass has `steps_of(q)` steps; with
             weights, which must then be in [0, 1], the rate of weight 1. expected_batch_size: B > 0, in
             units. Only both together make q and B public. q alone leaves B = q N; B alone leaves
@@ -59,8 +80,13 @@ class Request:
         unit_ids: whose each row is (`unit_numbers`). max_rows_per_unit: of a unit, in one draw.
         unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows'.
         views: rows of the model's batch for each row that is drawn.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for values out of range, and for what only Poisson sampling
+            can give.
     """
 
+    poisson_sampling: bool = True
     sample_rate: float | None = None
     expected_batch_size: float | None = None
     max_batch_size: int | None = None
@@ -69,13 +95,7 @@ class Request:
     unit_reduction: str = "mean"
     views: int = 1
 
-    def checked(self, poisson_sampling: bool) -> Request:
-        """The same, in Python's own numbers.
-
-        Raises:
-            ArgumentError, ArgumentTypeError: for values out of range, and for what only Poisson sampling
-                can give.
-        """
+    def __post_init__(self) -> None:
         given: dict[str, Any] = {}
         if self.sample_rate is not None:
             given["sample_rate"] = between("sample_rate", self.sample_rate, 0, 1, closed=True)
@@ -84,25 +104,36 @@ class Request:
         for name in ("max_batch_size", "max_rows_per_unit", "views"):
             if getattr(self, name) is not None:
                 given[name] = whole(name, getattr(self, name), 1)
+        self.__dict__.update(given)
         if self.unit_reduction not in ("mean", "sum"):
             raise ArgumentError(
                 f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}"
             )
         if self.max_rows_per_unit is not None and self.unit_ids is None:
             raise ArgumentError("max_rows_per_unit needs unit_ids, which say whose each row is")
-        if not poisson_sampling:
-            for name in ("sample_rate", "max_batch_size", "unit_ids"):
-                if getattr(self, name) is not None:
-                    raise ArgumentError(
-                        f"{name} needs poisson_sampling=True, which draws every unit independently; "
-                        f"pass that, or omit {name}"
-                    )
-            if self.views != 1:
+        if not self.poisson_sampling:
+            self._check_own_sampler()
+
+    def _check_own_sampler(self) -> None:
+        for name in ("sample_rate", "max_batch_size", "unit_ids"):
+            if getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"views={self.views} needs poisson_sampling=True, whose sampler says how many "
-                    "samples a batch has; pass that, or omit views"
+                    f"{name} needs poisson_sampling=True, which draws every unit independently; "
+                    f"pass that, or omit {name}"
                 )
-        return replace(self, **given)
+        if self.views != 1:
+            raise ArgumentError(
+                f"views={self.views} needs poisson_sampling=True, whose sampler says how many "
+                "samples a batch has; pass that, or omit views"
+            )
+
+    @property
+    def beyond_opacus(self) -> list[str]:
+        """What is asked for that Opacus' own modes do not have, by name."""
+        return [
+            of.name for of in fields(self)[1:] if (value := getattr(self, of.name)) is not None
+            and (of.default is None or value != of.default)
+        ]  # fmt: skip
 
 
 SAMPLING = tuple(field.name for field in fields(Request))
@@ -226,17 +257,14 @@ class Plan:
 
 
 def plan_sampling(
-    data_loader: DataLoader, request: Request, *, poisson_sampling: bool, secure: bool = False,
-    distributed: bool = False,
-) -> Plan:  # fmt: skip
-    """How the rows of a loader will be drawn.
+    data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
+) -> Plan:
+    """How the rows of a loader will be drawn; nothing is drawn or changed, and no row is looked at.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a loader whose choice of rows cannot be kept, or values out
-            of range.
+        ArgumentError, ArgumentTypeError: for a loader whose choice of rows cannot be kept.
     """
-    request = request.checked(poisson_sampling)
-    if not poisson_sampling:
+    if not request.poisson_sampling:
         return Plan(_of_its_own(data_loader, request, secure))
     choice = check_poisson(data_loader, distributed)
     if choice.weights is not None or choice.rates is not None:
@@ -272,6 +300,140 @@ def plan_sampling(
         ),
         choice, unit, views=request.views,
     )  # fmt: skip
+
+
+def checked_plan(
+    data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
+) -> Plan:
+    """The same, of a data set in which no row is a copy of another; it knows the canaries there.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: as `plan_sampling`; or for copies, or draws of the loader's own
+            sampler that are not secure.
+    """
+    plan = plan_sampling(data_loader, request, secure=secure, distributed=distributed)
+    if secure and not request.poisson_sampling:
+        check_secure(data_loader)
+    check_copies(data_loader, plan.choice, plan.unit)
+    canaries = canaries_of(data_loader.dataset, plan.choice, plan.unit)
+    return replace(plan, design=replace(plan.design, canaries=canaries))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """The loader that trains, how it draws, and its draws, of which it tells from now on."""
+
+    loader: DataLoader
+    design: SamplingDesign
+    draws: Draws
+    handed: tuple[Any, ...]
+    """What another loader must have of it, to hand out these draws."""
+    ordered: bool
+    """Sample i of a batch must be the i-th drawn."""
+
+
+def prepare(
+    data_loader: DataLoader, request: Request, ledger: Ledger, ranks: Ranks | None, *,
+    secure: bool = False, batch_first: bool = True, rand_on_empty: bool = False,
+    distributed: bool = False, required: bool = True,
+) -> Drawing:  # fmt: skip
+    """Make the loader that trains; on several ranks it draws this rank's share.
+
+    Args:
+        ledger: that will count the steps. ranks: who draws the other shares, where several train.
+        distributed: the loader's own sampler may draw a share already.
+        required: with Poisson sampling nothing else is trained on, though the loader was never iterated.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: as `checked_plan`, and for a collate function that may change
+            the order of a unit's rows, steps that protect another unit than others of the ledger, or
+            that it cannot compose; naming what differs between ranks. Nothing is changed.
+    """
+    poisson = request.poisson_sampling
+    plan = checked_plan(data_loader, request, secure=secure, distributed=distributed)
+    if ranks is not None:
+        _agree_to_draw(ranks, plan, data_loader, ledger)
+        ledger.share_names(ranks.first(new_name()))
+    plan = plan.shared(ranks)
+    ledger.protected.beside(plan.design.protected)
+    if plan.unit is not None:
+        drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()
+        check_row_order(data_loader, drawn, batch_first)
+    refuse_truncated([(0.0, accounted_rate(plan.design), 1)], ledger.mechanism())
+    loader = data_loader
+    if poisson:
+        loader = poisson_loader(loader, plan, batch_first=batch_first, rand_on_empty=rand_on_empty)
+    else:
+        draw_exactly(loader)
+        check_collate(loader, batch_first=batch_first)
+        if secure:
+            draw_securely(loader)
+    draws = _watched(loader, poisson, rand_on_empty, required and poisson)
+    draws.filling = filling_of(ranks, rand_on_empty)
+    return Drawing(loader, plan.design, draws, draws_of(loader), plan.unit is not None)
+
+
+def call_for_loader(
+    making: Preparation, make: Callable[[], Drawing], data_loader: DataLoader, *,
+    batch_first: bool, **asked: Any,
+) -> Drawing:  # fmt: skip
+    """What `make` returns, with the loader that an override returns; one that hands out the same draws.
+
+    Raises:
+        ArgumentError: another loader is returned.
+    """
+    found: list[Drawing] = []
+
+    def own() -> DataLoader:
+        found.append(make())
+        return found[0].loader
+
+    asked["batch_first"] = batch_first
+    returned = making.call(LOADER, own, data_loader, **asked)
+    making.check(LOADER, returned, bool(found) and draws_alike(returned, found[0].handed))
+    if returned.batch_sampler is not None and not asks_at_once(returned):
+        collate = checked_collate(
+            returned.collate_fn, batch_first=batch_first, ordered=found[0].ordered
+        )
+        object.__setattr__(returned, "collate_fn", collate)
+    return replace(found[0], loader=returned)
+
+
+def _agree_to_draw(ranks: Ranks, plan: Plan, data_loader: DataLoader, ledger: Ledger) -> None:
+    """All ranks draw from the same rows in the same way, each a share of its own.
+
+    Raises:
+        ArgumentError: naming what differs.
+    """
+    # ranks of a model that is spread meet in every draw, those ahead included
+    ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
+    ranks.agree(
+        {
+            "way in which rows are drawn": plan.design.described(),
+            "ledger of steps before": str(ledger.history),
+            "rows of the data set, in one order": told_of(data_loader.dataset),
+            **plan.told(),
+            "num_workers and prefetch_factor of the data loader": ahead,
+        }
+    )
+    if plan.choice is None:
+        check_shares(data_loader, ranks)
+
+
+def _watched(loader: DataLoader, poisson: bool, rand_on_empty: bool, required: bool) -> Draws:
+    """The draws of a prepared loader."""
+    distinct = None if poisson else check_order(loader)
+    independent = poisson or draws_independently(loader)
+    draws = Draws(independent=independent, required=required, placeholders=rand_on_empty)
+    draws.stream = isinstance(loader.dataset, IterableDataset)
+    draws.at_once = loader.batch_sampler is None
+    sampler, same = loader.batch_sampler, None
+    if isinstance(sampler, UnitSampler):
+        same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
+    elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the rows
+        same = SameRows(loader.dataset)
+    watch_draws(loader, draws, distinct, same)
+    return draws
 
 
 def poisson_loader(

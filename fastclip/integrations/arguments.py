@@ -56,7 +56,7 @@ class PrivacyArguments:
 
     def sampling(self, dataset: Any) -> dict[str, Any]:
         """How rows are drawn, for `make_private`; units by number, for a Trainer drops columns."""
-        own = [name for name in ("poisson_sampling", *SAMPLING) if hasattr(self, name)]
+        own = [name for name in SAMPLING if hasattr(self, name)]
         found = {name: getattr(self, name) for name in own}
         if self.unit_ids is not None:
             found["unit_ids"] = unit_numbers(self.unit_ids, dataset)
@@ -140,7 +140,6 @@ def loader_traps(
     """What `engine.explain` would say of the data loader and of delta."""
     setup = Setup(
         nn.Identity(), data_loader=loader, delta=privacy.target_delta, secure_mode=True,
-        poisson_sampling=privacy.poisson_sampling,
         sampling={name: sampling[name] for name in SAMPLING if name in sampling},
     )  # fmt: skip
     return iter(explain(setup).traps)

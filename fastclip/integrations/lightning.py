@@ -99,7 +99,7 @@ class DPLightningDataModule(LightningDataModule):
             return self.private_loaders[0]
         loader = self.plain_loader()
         several = self.trainer is not None and self.trainer.world_size > 1
-        plan = plan_sampling(loader, Request(), poisson_sampling=True, distributed=several)
+        plan = plan_sampling(loader, Request(), distributed=several)
         return poisson_loader(loader, plan)
 
     def plain_loader(self) -> DataLoader:
@@ -207,7 +207,7 @@ def _make_part(
     if "target_epsilon" in arguments:
         make = engine.make_private_with_epsilon
         if "epochs" not in arguments:
-            asked = {n: arguments[n] for n in (*SAMPLING, "poisson_sampling") if n in arguments}
+            asked = {n: arguments[n] for n in SAMPLING if n in arguments}
             design = engine.plan_sampling(loader, **asked)
             arguments["epochs"] = length_in_epochs(trainer, design.steps)
     model = as_wrapped(trainer.strategy, module) if part is None or part is module else part

@@ -14,11 +14,13 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from torch import nn
 
 from fastclip._opacus import OPACUS_MARK, AbstractGradSampleHooks
+from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.segments import union
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.logical_batch import LogicalBatch
-from fastclip.errors import UnsupportedLayerError
+from fastclip.errors import ArgumentError, UnsupportedLayerError, say
 from fastclip.model.interception import ATTRIBUTE
-from fastclip.model.let_go import let_go_with, owners
+from fastclip.model.let_go import found_in, let_go_with, owners, trained_by
 from fastclip.parallel.ranks import Ranks, whole_of
 
 _FAST: WeakKeyDictionary[nn.Module, ref[BookKeeper]] = WeakKeyDictionary()
@@ -84,12 +86,50 @@ def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: 
         raise UnsupportedLayerError(conflict)
 
 
-def batches_of(again: Any, model: nn.Module) -> list[LogicalBatch]:
-    """Whose releases are in the weights of a model, and may go on.
+def go_on_with(
+    ledger: Ledger, again: Any, model: nn.Module, trained: Mapping[nn.Parameter, str]
+) -> None:
+    """A model that may be made private under this ledger, with all that its steps have spent so far.
 
     Args:
-        again: what an earlier make_private returned, or a copy of it, if the model is that.
+        again: what an earlier make_private returned, whichever engine's, or a copy of that, if the
+            model is that.
+        trained: the parameters that are to become private, and their names.
+
+    Raises:
+        UnsupportedLayerError: another engine holds it.
+        ArgumentError: this accountant cannot compose its steps with its own.
     """
+    check_free(model, trained, again=again)
+    before = found_in(model)
+    for batch in _batches_of(again, model):
+        before += trained_by(batch)
+    known = ledger.segments()
+    segments, protected = known, ledger.protected
+    try:
+        for spent, drawn in before:
+            if drawn is not None:
+                ledger.drawn.join(drawn)
+            segments = union(segments, spent.segments)
+            protected = protected.beside(spent.protected)
+        if segments == known:
+            return
+        ledger.join(segments, protected)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"this engine cannot count the steps that are in the model's weights: {error}; to state "
+            "an epsilon of each, call cleanup() on what make_private returned first and pass a "
+            "copy.deepcopy of the model"
+        ) from error
+    say(
+        "the model was made private before, by another FastPrivacyEngine whose steps are in its "
+        "weights: this engine counts them from now on beside its own; for a model that is to begin "
+        "anew, call make_private with one that was made anew"
+    )
+
+
+def _batches_of(again: Any, model: nn.Module) -> list[LogicalBatch]:
+    """Whose releases are in the weights of a model, and may go on."""
     inside = set(owners(model))
     found = [w for w in list(_OPACUS) if not inside.isdisjoint(owners(w._module))]
     if again is not None and again not in found:

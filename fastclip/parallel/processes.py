@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastclip._torch import running_ddp
-from fastclip.errors import GraphError, UnsupportedLayerError
+from fastclip.errors import ArgumentError, GraphError, UnsupportedLayerError
 from fastclip.parallel.ranks import Ranks
 
 _WAY_OUT = (
@@ -76,6 +76,24 @@ def ranks_of_opacus(model: nn.Module) -> Ranks | None:
     if sharded:
         check_shards(model, follows=False)
     return Ranks(model, distributed.group.WORLD, follows=False)
+
+
+def check_who_writes(ranks: Ranks | None, call: str) -> None:
+    """Refuse several processes of which nobody has said that they train together.
+
+    Args:
+        ranks: that are known. call: what all of them call together.
+
+    Raises:
+        ArgumentError: naming the way out.
+    """
+    if ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if (world := distributed.get_world_size()) > 1:
+        raise ArgumentError(
+            f"this process group has {world} processes, and {call} does not know which of them "
+            "train together, and so who writes: call make_private first, in the fast mode"
+        )
 
 
 def refuse(ranks: Ranks | None, error: Exception) -> None:

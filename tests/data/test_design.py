@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.accounting.calibration import steps_of
 from fastclip.data.design import SamplingDesign, epochs_of
-from fastclip.data.plan import Request, plan_sampling
+from fastclip.data.plan import Request, plan_sampling, prepare
 
 
 def test_a_pass_of_every_length_has_as_many_steps_as_the_loader() -> None:
@@ -29,11 +29,11 @@ def test_steps_are_taken_as_planned_for_every_length(secure: bool) -> None:
     whole = DataLoader(data, 1)
     for n in range(1, 5001):
         subset = torch.utils.data.Subset(data, range(n))
-        plan = plan_sampling(DataLoader(subset, 1), Request(), poisson_sampling=True, secure=secure)
+        plan = plan_sampling(DataLoader(subset, 1), Request(), secure=secure)
         sampler = plan.sampler(None)
         assert len(sampler) == sampler.steps == plan.design.steps == steps_of(plan.design.rate) == n
         public = Request(sample_rate=1 / n, expected_batch_size=1)
-        given = plan_sampling(whole, public, poisson_sampling=True, secure=secure)
+        given = plan_sampling(whole, public, secure=secure)
         assert given.sampler(None).steps == given.design.steps == n
         if n in (1, 2, 49, 93, 99, 105, 107, 500):
             assert sum(1 for _ in sampler) == n
@@ -63,8 +63,7 @@ def test_rates_that_do_not_divide_one() -> None:
 @pytest.mark.parametrize("length", [93, 99, 105])
 def test_the_loader_that_comes_back(length: int) -> None:
     data = TensorDataset(torch.zeros(2 * length, 1))
-    loader, design = FastPrivacyEngine()._prepare_sampling(
-        DataLoader(data, 2), poisson_sampling=True, batch_first=True, rand_on_empty=False
-    )
+    found = prepare(DataLoader(data, 2), Request(), FastPrivacyEngine().accountant, None)
+    loader, design = found.loader, found.design
     assert len(loader) == design.steps == sum(1 for _ in loader) == length
     assert (design.rate, design.expected_batch_size) == (1 / length, 2)

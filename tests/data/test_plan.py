@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from fastclip import FastPrivacyEngine
 from fastclip.data.design import SamplingDesign
+from fastclip.data.plan import Request, prepare
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.refusal import refused
 
@@ -30,14 +31,13 @@ def rows(n: int = N) -> TensorDataset:
 
 
 def design(loader: DataLoader, *, poisson: bool = True, **request: Any) -> SamplingDesign:
-    plan = FastPrivacyEngine()._plan_sampling(loader, poisson_sampling=poisson, **request)
-    return plan.design
+    return FastPrivacyEngine().plan_sampling(loader, poisson_sampling=poisson, **request)
 
 
 def prepared(loader: DataLoader, secure: bool = False, **request: Any) -> tuple:
-    return FastPrivacyEngine(secure_mode=secure)._prepare_sampling(
-        loader, poisson_sampling=True, batch_first=True, rand_on_empty=False, **request
-    )
+    ledger = FastPrivacyEngine(accountant="pld").accountant
+    drawing = prepare(loader, Request(**request), ledger, None, secure=secure)
+    return drawing.loader, drawing.design
 
 
 GIVEN: dict[str, Any] = {"sample_rate": 0.13, "expected_batch_size": 5}

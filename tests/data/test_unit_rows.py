@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastclip import FastPrivacyEngine
 from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.data.plan import Request, prepare
 from fastclip.data.units import cut_between_units
 from fastclip.errors import BatchSizeError, FastclipError, StepError
 from fastclip.integrations.physical import NumberedRows, SplitCollate
@@ -45,21 +46,20 @@ class Run:
         self, batch_size: int = 8, seed: int = 0, rand_on_empty: bool = False,
         secure: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        request = {
+        asked: dict[str, Any] = {
             n: options.pop(n) for n in ("max_rows_per_unit", "max_batch_size") if n in options
         }
         original = DataLoader(
             Patients(), batch_size, generator=torch.Generator().manual_seed(seed), **options
         )
-        engine = FastPrivacyEngine(secure_mode=secure)
-        self.loader, self.design = engine._prepare_sampling(
-            original, poisson_sampling=True, batch_first=True, rand_on_empty=rand_on_empty,
-            unit_ids=IDS, **request,
-        )  # fmt: skip
-        self.batch = LogicalBatch()
-        self.batch.draws = self.draws = engine._watched(
-            self.loader, True, rand_on_empty, required=True
+        request = Request(unit_ids=IDS, **asked)
+        ledger = FastPrivacyEngine(accountant="pld").accountant
+        drawing = prepare(
+            original, request, ledger, None, secure=secure, rand_on_empty=rand_on_empty
         )
+        self.loader, self.design = drawing.loader, drawing.design
+        self.batch = LogicalBatch()
+        self.batch.draws = self.draws = drawing.draws
         self.batch.accumulation_allowed = False
         self.skipped = self.contributes = False
 
@@ -131,14 +131,12 @@ def test_whole_batches(workers: int, secure: bool) -> None:
 
 
 def test_rows_of_single_samples_have_no_units() -> None:
-    engine = FastPrivacyEngine()
-    loader, _ = engine._prepare_sampling(
-        DataLoader(Patients(), 8), poisson_sampling=True, batch_first=True, rand_on_empty=False
-    )
+    ledger = FastPrivacyEngine().accountant
+    drawing = prepare(DataLoader(Patients(), 8), Request(), ledger, None)
     batch = LogicalBatch()
     assert batch.unit_rows(3) is None
-    batch.draws = engine._watched(loader, True, False, required=True)
-    x = next(iter(loader))
+    batch.draws = drawing.draws
+    x = next(iter(drawing.loader))
     assert batch.unit_rows(len(x)) is None
 
 

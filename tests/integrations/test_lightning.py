@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, Wei
 
 from fastclip import FastPrivacyEngine
 from fastclip.data import sampling
+from fastclip.data.plan import Request, prepare
 from fastclip.errors import ArgumentTypeError
 from tests.integrations.tiny import furthest, weights
 from tests.refusal import refused
@@ -192,9 +193,7 @@ def test_the_data_module_keeps_the_choice_of_rows_and_the_steps() -> None:
         WeightedRandomSampler([0, 1, 0, 0, 0, 0, 3, 0], 2),
     ):
         kept = integration.DPLightningDataModule(Held(8, sampler)).train_dataloader()
-        loader, _ = FastPrivacyEngine()._prepare_sampling(
-            kept, poisson_sampling=True, batch_first=True, rand_on_empty=False
-        )
+        loader = prepare(kept, Request(), FastPrivacyEngine().accountant, None).loader
         for which in (kept, loader):
             assert {row for _ in range(80) for rows in which.batch_sampler for row in rows} == {
                 1,

@@ -71,7 +71,7 @@ def test_released_sums(tmp_path: Path, physical: int, accumulation: int, reducti
     watch = Released(run, reduction)
     run.data_collator = watch.collate
     run.add_callback(watch)
-    run.engine._prepare_sampling = watching(run.engine._prepare_sampling, watch)
+    run.engine._prepare_data_loader = watching(run.engine._prepare_data_loader, watch)
     run.train()
     assert watch.steps == 4  # 2 passes of round(1 / 0.4)
 
