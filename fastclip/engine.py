@@ -170,16 +170,15 @@ class FastPrivacyEngine(PrivacyEngine):
         check_reached(self, FastPrivacyEngine)
         mechanism = self.accountant.mechanism()
         request = PrivacyRequest.checked(self.secure_mode, mechanism, **arguments)
-        with Preparation(self) as making, ExitStack() as undo:
+        with Preparation(self) as making:
             ours: dict[str, Any] = {"ledger": lambda: self.accountant, "validate": self.validate}
             if request.fast:
                 compile_missing()
-                made, releases = make_fast(request, making, undo, planner=self._planner, **ours)
+                made, releases = make_fast(request, making, planner=self._planner, **ours)
                 run = PrivateRun.of(made[0].keeper, releases, made[-1], request.planned)
                 self._runs = [*(each for each in self._runs if each.counts), run]
             else:
-                made = make_by_opacus(request, making, undo, **ours)
-            undo.pop_all()
+                made = make_by_opacus(request, making, **ours)
         return made
 
     def make_private_with_epsilon(  # type: ignore[override]

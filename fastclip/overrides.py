@@ -7,6 +7,7 @@ what its super() has made; what makes a run private, and what is told of it, sta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,6 +33,8 @@ class Preparation:
 
     def __init__(self, engine: object) -> None:
         self.engine = engine
+        self.undo = ExitStack()
+        """Leaves everything as it was, where an error ends the block."""
         self.made: dict[str, Any] = {}
         """What the engine's own methods have made, by their names."""
         self._asked: dict[str, tuple[Callable[[], Any], Sequence[Any], dict[str, Any]]] = {}
@@ -40,9 +43,11 @@ class Preparation:
         self._before = _RUNNING.set(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _RUNNING.reset(self._before)
-        self.made.clear()
+        if error is not None:
+            self.undo.__exit__(kind, error, trace)
+        self.made.clear()  # which would keep it until the garbage is collected
         self._asked.clear()
 
     def call(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
@@ -56,11 +61,7 @@ class Preparation:
         return getattr(self.engine, name)(*first, **asked)
 
     def call_for_own(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
-        """The same, which must be what `make` has made.
-
-        Raises:
-            ArgumentError: it is another object.
-        """
+        """The same; refused unless it is what `make` has made."""
         returned = self.call(name, make, *first, **asked)
         self.check(name, returned)
         return returned

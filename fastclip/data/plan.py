@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -374,26 +373,27 @@ def prepare(
 
 
 def call_for_loader(
-    making: Preparation, make: Callable[[], Drawing], data_loader: DataLoader, *,
-    batch_first: bool, **asked: Any,
+    making: Preparation, data_loader: DataLoader, request: Request, ledger: Ledger,
+    ranks: Ranks | None, *, secure: bool, required: bool = True, **asked: bool,
 ) -> Drawing:  # fmt: skip
-    """What `make` returns, with the loader that an override returns; one that hands out the same draws.
+    """As `prepare`, with the loader that an override returns; refused unless it hands out these draws.
 
-    Raises:
-        ArgumentError: another loader is returned.
+    Args:
+        asked: batch_first, rand_on_empty, distributed.
     """
     found: list[Drawing] = []
 
     def own() -> DataLoader:
-        found.append(make())
+        options: dict[str, bool] = {"secure": secure, "required": required, **asked}
+        found.append(prepare(data_loader, request, ledger, ranks, **options))
         return found[0].loader
 
-    asked["batch_first"] = batch_first
-    returned = making.call(LOADER, own, data_loader, **asked)
+    poisson = request.poisson_sampling
+    returned = making.call(LOADER, own, data_loader, poisson_sampling=poisson, **asked)
     making.check(LOADER, returned, bool(found) and draws_alike(returned, found[0].handed))
     if returned.batch_sampler is not None and not asks_at_once(returned):
         collate = checked_collate(
-            returned.collate_fn, batch_first=batch_first, ordered=found[0].ordered
+            returned.collate_fn, batch_first=asked["batch_first"], ordered=found[0].ordered
         )
         object.__setattr__(returned, "collate_fn", collate)
     return replace(found[0], loader=returned)

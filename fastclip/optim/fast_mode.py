@@ -6,7 +6,6 @@ Each is a call of the engine's method of Opacus' name, which a subclass may over
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from fastclip.accounting.ledger import Ledger
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
-from fastclip.data.plan import Drawing, call_for_loader, prepare
+from fastclip.data.plan import call_for_loader
 from fastclip.data.recorded import Releases
 from fastclip.model.by_hand import unwrapped
 from fastclip.model.model_loss import replace_losses
@@ -32,51 +31,47 @@ PrivateModel = FastGradSampleModule | FastGradSampleHooks
 
 
 def make_fast(
-    request: PrivacyRequest, making: Preparation, undo: ExitStack, *, planner: Planner,
+    request: PrivacyRequest, making: Preparation, *, planner: Planner,
     ledger: Callable[[], Ledger], validate: Callable[..., None],
 ) -> tuple[tuple, Releases]:  # fmt: skip
     """What make_private returns, and what records the steps.
 
     Args:
-        undo: gives the model back. planner, validate: the engine's.
-        ledger: of the engine, whenever a step is taken.
+        ledger: of the engine, whenever a step is taken. planner, validate: the engine's.
     """
-    model = _make_model(request, making, undo, ledger(), planner, validate)
-    drawing = _make_loader(request, making, model, ledger())
-    ranks = model.keeper.clipping.ranks
+
+    def own() -> PrivateModel:
+        with unwrapped(request.module) as module:
+            made = _intercepted(request, module, ledger(), planner, validate)
+        making.undo.push(partial(refuse, made.keeper.clipping.ranks))
+        making.undo.callback(made.cleanup)
+        return made
+
+    model: PrivateModel = making.call_for_own(
+        MODEL, own, request.module, wrap_model=request.wrap_model,
+        **request.of("batch_first", "max_grad_norm", "loss_reduction", "grad_sample_mode"),
+    )  # fmt: skip
+    keeper, ranks = model.keeper, model.keeper.clipping.ranks
+    if request.model_loss == "per_sample":
+        replace_losses(model, request.criterion)
+    drawing = call_for_loader(
+        making, request.data_loader, request.sampling, ledger(), ranks, secure=request.secure,
+        distributed=ranks is not None, **request.of("batch_first", "rand_on_empty"),
+    )  # fmt: skip
+    keeper.batch.accumulation_allowed = not request.sampling.poisson_sampling
+    keeper.batch.draws, keeper.batch.views = drawing.draws, request.sampling.views
+    keeper.trace.listen(bare(model._module), drawing.draws, request.sampling.views)
     releases = Releases(drawing.design, drawing.draws, ledger, ranks)
-    optimizer = _make_optimizer(request, making, model.keeper, releases)
+    optimizer = _make_optimizer(request, making, keeper, releases)
     if request.grad_sample_mode == "ghost":
         criterion = _make_criterion(request, making, model, optimizer)
         return (model, optimizer, criterion, drawing.loader), releases
     return (model, optimizer, drawing.loader), releases
 
 
-def _make_model(
-    request: PrivacyRequest, making: Preparation, undo: ExitStack, ledger: Ledger,
-    planner: Planner, validate: Callable[..., None],
-) -> PrivateModel:  # fmt: skip
-    """The model, every layer of which is intercepted; the ledger counts what it was trained with."""
-
-    def own() -> PrivateModel:
-        with unwrapped(request.module) as module:
-            made = _intercepted(request, module, ledger, planner, validate)
-        undo.push(partial(_give_back, made))
-        return made
-
-    asked = request.of("batch_first", "max_grad_norm", "loss_reduction", "grad_sample_mode")
-    model: PrivateModel = making.call_for_own(
-        MODEL, own, request.module, **asked, wrap_model=request.wrap_model
-    )
-    if request.model_loss == "per_sample":
-        replace_losses(model, request.criterion)
-    return model
-
-
 def _intercepted(
-    request: PrivacyRequest, module: nn.Module, ledger: Ledger, planner: Planner,
-    validate: Callable[..., None],
-) -> PrivateModel:  # fmt: skip
+    request: PrivacyRequest, module: nn.Module, ledger: Ledger, planner: Planner, validate: Any
+) -> PrivateModel:
     wrapper = module if isinstance(module, FastGradSampleModule) else None
     module = module if wrapper is None else wrapper._module
     assert request.strategy is not None
@@ -96,37 +91,9 @@ def _intercepted(
         return kind(module, keeper=keeper, **request.of("batch_first", "loss_reduction"))
 
 
-def _give_back(model: Any, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """make_private failed after this model was made."""
-    model.cleanup()
-    if isinstance(error, Exception):
-        refuse(model.keeper.clipping.ranks, error)
-
-
-def _make_loader(
-    request: PrivacyRequest, making: Preparation, model: PrivateModel, ledger: Ledger
-) -> Drawing:
-    """The loader that trains; the model hears of its draws."""
-    keeper, sampling = model.keeper, request.sampling
-    ranks, asked = keeper.clipping.ranks, request.of("batch_first", "rand_on_empty")
-    make = partial(
-        prepare, request.data_loader, sampling, ledger, ranks, secure=request.secure,
-        distributed=ranks is not None, **asked,
-    )  # fmt: skip
-    drawing = call_for_loader(
-        making, make, request.data_loader, poisson_sampling=sampling.poisson_sampling,
-        distributed=ranks is not None, **asked,
-    )  # fmt: skip
-    keeper.batch.accumulation_allowed = not sampling.poisson_sampling
-    keeper.batch.draws, keeper.batch.views = drawing.draws, sampling.views
-    keeper.trace.listen(bare(model._module), drawing.draws, sampling.views)
-    return drawing
-
-
 def _make_optimizer(
     request: PrivacyRequest, making: Preparation, keeper: BookKeeper, releases: Releases
 ) -> FastDPOptimizer:
-    """The optimizer of a private model; `releases` records its steps."""
     size, inner = releases.design.expected_batch_size, request.inner
 
     def own() -> FastDPOptimizer:
@@ -149,7 +116,6 @@ def _make_optimizer(
 def _make_criterion(
     request: PrivacyRequest, making: Preparation, model: PrivateModel, optimizer: FastDPOptimizer
 ) -> Any:
-    """The criterion, which the fast mode leaves as it is."""
     asked = request.of("criterion", "loss_reduction")
     criterion = making.call(
         CRITERION, lambda: request.criterion, module=model, optimizer=optimizer, **asked,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from fastclip._opacus import HANDLES, check_mode
 from fastclip.accounting.ledger import Ledger
 from fastclip.backward.guards import say_untrained
-from fastclip.data.plan import Drawing, call_for_loader, prepare
+from fastclip.data.plan import Drawing, call_for_loader
 from fastclip.data.recorded import Releases
 from fastclip.data.samplers import length_of
 from fastclip.errors import ArgumentError
@@ -39,75 +39,55 @@ _ASKED = (
 
 
 def make_by_opacus(
-    request: PrivacyRequest, making: Preparation, undo: ExitStack, *,
-    ledger: Callable[[], Ledger], validate: Callable[..., None],
+    request: PrivacyRequest, making: Preparation, *, ledger: Callable[[], Ledger],
+    validate: Callable[..., None],
 ) -> tuple:  # fmt: skip
     """What Opacus' make_private returns, with optimizers of our own.
 
     Args:
-        undo: leaves the model as it was. ledger: of the engine, whenever a step is taken.
-        validate: the engine's.
+        ledger: of the engine, whenever a step is taken. validate: the engine's.
     """
-    module, mode = request.module, request.grad_sample_mode
-    check_mode(mode, module, wrap_model=request.wrap_model)
+    module = request.module
+    check_mode(request.grad_sample_mode, module, wrap_model=request.wrap_model)
     ranks = ranks_of_opacus(module)
-    undo.push(partial(_refuse, ranks))
+    making.undo.push(partial(refuse, ranks))
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
     go_on_with(ledger(), module if request.wrap_model else None, module, trained)
-    engine = _OpacusEngine(request, making, undo, ledger(), ranks, validate)
+    engine = _OpacusEngine(ledger(), request.secure, request, making, ranks, validate)
     made = engine.make_private(
         poisson_sampling=request.sampling.poisson_sampling, **request.of(*_ASKED), **request.options
     )
     wrapper, optimizer, drawing = made[0], made[1], engine.drawing
     assert drawing is not None
-    if ranks is not None:
-        _agree_to_train(ranks, optimizer, trained, request)
-    optimizer.bind(wrapper, ranks)
     held = set(parameters_of(optimizer))
+    if ranks is not None:
+        asked = ("noise_multiplier", "max_grad_norm", "clipping", "loss_reduction")
+        agree_to_train(
+            ranks, optimizer.original_optimizer, {p: n for p, n in trained.items() if p in held},
+            secure_mode=request.secure, **request.of(*asked, "grad_sample_mode"),
+        )  # fmt: skip
+    optimizer.bind(wrapper, ranks)
     say_untrained({p: n for n, p in wrapper._module.named_parameters() if p not in held})
     optimizer.batch.draws = drawing.draws
     optimizer.account_with(Releases(drawing.design, drawing.draws, ledger, ranks))
     return made
 
 
-def _refuse(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: Any) -> None:
-    if isinstance(error, Exception):
-        refuse(ranks, error)
-
-
-def _agree_to_train(
-    ranks: Ranks, private: DPOptimizer, trained: Mapping[nn.Parameter, str],
-    request: PrivacyRequest,
-) -> None:  # fmt: skip
-    """All ranks have been given the same.
-
-    Raises:
-        ArgumentError: naming what differs.
-    """
-    held = set(parameters_of(private))
-    agree_to_train(
-        ranks, private.original_optimizer, {p: n for p, n in trained.items() if p in held},
-        **request.of("noise_multiplier", "max_grad_norm", "clipping", "loss_reduction"),
-        grad_sample_mode=request.grad_sample_mode, secure_mode=request.secure,
-    )  # fmt: skip
-
-
+@dataclass(eq=False)
 class _OpacusEngine(PrivacyEngine):
     """Opacus' engine, for one make_private: its methods call those of ours, which may be overridden."""
 
-    secure_rng = dataset = None
+    accountant: Ledger
+    secure_mode: bool
+    request: PrivacyRequest
+    making: Preparation
+    ranks: Ranks | None
+    validated: Callable[..., None]
     drawing: Drawing | None = None
-
-    def __init__(
-        self, request: PrivacyRequest, making: Preparation, undo: ExitStack, ledger: Ledger,
-        ranks: Ranks | None, validate: Callable[..., None],
-    ) -> None:  # fmt: skip
-        self.accountant, self.secure_mode = ledger, request.secure
-        self._request, self._making, self._undo = request, making, undo
-        self._ranks, self._validate = ranks, validate
+    secure_rng = dataset = None
 
     def validate(self, *, module: nn.Module, **_: Any) -> None:
-        self._validate(module=module)
+        self.validated(module=module)
 
     def _prepare_model(self, module: nn.Module, **asked: Any) -> Any:
         make = super()._prepare_model
@@ -116,60 +96,43 @@ class _OpacusEngine(PrivacyEngine):
             ModuleValidator.validate(module, strict=True)  # these modes have no rule for more
             wrapper = make(module, **asked)
             if wrapper is not module:
-                self._undo.callback(wrapper.cleanup)
+                self.making.undo.callback(wrapper.cleanup)
             return wrapper
 
-        return self._making.call_for_own(MODEL, own, module, **asked)
+        return self.making.call_for_own(MODEL, own, module, **asked)
 
     def _prepare_data_loader(  # type: ignore[override]
-        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool, **asked: bool
+        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool, **_: bool
     ) -> DataLoader:
-        """A loader that draws as the fast mode's.
-
-        Raises:
-            ArgumentError: a stream without a length, of which Opacus' modes make q = 1 / length.
-        """
         if not poisson_sampling and length_of(data_loader) is None:
             raise ArgumentError(
                 "Opacus' modes need the length of the data loader, and its IterableDataset has none. "
                 "Give the data set a __len__, or omit grad_sample_mode"
             )
-        asked.update(self._request.of("batch_first", "rand_on_empty"))
-        make = partial(
-            prepare, data_loader, self._request.sampling, self.accountant, self._ranks,
-            secure=self.secure_mode, distributed=distributed, required=False, **asked,
-        )  # fmt: skip
         self.drawing = call_for_loader(
-            self._making, make, data_loader, poisson_sampling=poisson_sampling,
-            distributed=distributed, **asked,
+            self.making, data_loader, self.request.sampling, self.accountant, self.ranks,
+            secure=self.secure_mode, required=False, distributed=distributed,
+            **self.request.of("batch_first", "rand_on_empty"),
         )  # fmt: skip
         return self.drawing.loader
 
-    def _prepare_optimizer(  # type: ignore[override]
-        self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
-        grad_sample_mode: str, expected_batch_size: float,
+    def _prepare_optimizer(self, **asked: Any) -> Any:
+        own = partial(self._own_optimizer, **asked)
+        return self.making.call_for_own(OPTIMIZER, own, **asked)
+
+    def _own_optimizer(
+        self, *, clipping: str, distributed: bool, grad_sample_mode: str,
         noise_generator: torch.Generator | None = None, **options: Any,
     ) -> DPOptimizer:  # fmt: skip
-        """The optimizer of one of Opacus' own modes; B is the fast mode's, on each process its share."""
-
-        def own() -> DPOptimizer:
-            kind = optimizer_class(clipping, distributed, grad_sample_mode)
-            assert self.drawing is not None
-            size = self.drawing.design.expected_batch_size
-            if distributed:
-                size /= torch.distributed.get_world_size()
-            return kind(
-                self._request.inner, expected_batch_size=size, generator=noise_generator,
-                secure_mode=self.secure_mode, **options,
-            )  # fmt: skip
-
-        private: DPOptimizer = self._making.call_for_own(
-            OPTIMIZER, own, optimizer=optimizer, clipping=clipping, distributed=distributed,
-            grad_sample_mode=grad_sample_mode, expected_batch_size=expected_batch_size,
-            noise_generator=noise_generator, **options,
-        )  # fmt: skip
-        return private
+        """B is the fast mode's, on each process its share."""
+        kind = optimizer_class(clipping, distributed, grad_sample_mode)
+        assert self.drawing is not None
+        size = self.drawing.design.expected_batch_size
+        if distributed:
+            size /= torch.distributed.get_world_size()
+        options |= {"optimizer": self.request.inner, "expected_batch_size": size}
+        return kind(generator=noise_generator, secure_mode=self.secure_mode, **options)
 
     def _prepare_criterion(self, **asked: Any) -> Any:
         make = partial(super()._prepare_criterion, **asked)
-        return self._making.call_for_own(CRITERION, make, **asked)
+        return self.making.call_for_own(CRITERION, make, **asked)

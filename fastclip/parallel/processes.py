@@ -6,7 +6,7 @@ their own copy of the weights: the copies drift apart, and each is accounted for
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import distributed, nn
@@ -96,9 +96,9 @@ def check_who_writes(ranks: Ranks | None, call: str) -> None:
         )
 
 
-def refuse(ranks: Ranks | None, error: Exception) -> None:
-    """This process cannot train: the others need not wait for it."""
-    if ranks is not None:
+def refuse(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """As an ExitStack calls it: after an error this process cannot train, and nobody waits for it."""
+    if ranks is not None and isinstance(error, Exception):
         ranks.refuse(error)
 
 
