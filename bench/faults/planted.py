@@ -18,11 +18,11 @@ def ledger_after_the_step() -> None:
     step = FastDPOptimizer.step
 
     def late(self: Any, closure: Any = None) -> Any:
-        account, self._account = self._account, None
+        account, self.batch.account = self.batch.account, None
         try:
             done = step(self, closure)
         finally:
-            self._account = account
+            self.batch.account = account
         if not self._is_last_step_skipped:
             account(self)
         return done

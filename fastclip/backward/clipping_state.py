@@ -87,6 +87,22 @@ class ClippingState:
             return remaining(self.noise_multiplier, self._drawn[1])
         return self.levels.gradients
 
+    # Thresholds
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C of the next logical batch: of layers the norm of the thresholds, of groups C_0."""
+        return float(self.strategy.max_grad_norm(self.next))
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | Sequence[float]) -> None:
+        self.next = self.strategy.rescaled(self.next, value)
+
+    @property
+    def max_grad_norms(self) -> list[float]:
+        """One a layer."""
+        return self.next.threshold.reshape(-1).tolist()
+
     # Groups
 
     def set_groups(self, ids: Tensor, placeholder: bool = False) -> None:

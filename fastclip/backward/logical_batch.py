@@ -247,6 +247,11 @@ class LogicalBatch:
         """Batches that the logical batch consists of: draws, or backward passes where more."""
         return max(self.pending, 0 if self.draws is None else self.draws.joined)
 
+    @property
+    def consumed(self) -> int:
+        """Batches that the current (or last) step consumes: scales the sampling rate."""
+        return self.joined if self.pending else self.accumulated
+
     def step(self, *, skip: bool) -> None:
         """step() was called; `skip` if it only accumulates.
 

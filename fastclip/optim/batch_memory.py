@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader
 from fastclip.checks import whole
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
-from fastclip.optim.step_hooks import KeepsAccount
 
 _OPEN: weakref.WeakKeyDictionary[Any, weakref.ref[BatchMemoryManager]] = weakref.WeakKeyDictionary()
 """Optimizer -> the manager that is in use."""
@@ -201,7 +200,7 @@ def _checked(scheduler: Any, optimizer: DPOptimizer) -> Any:
             f"schedulers got a {kind.__name__} of another optimizer, whose steps this one does not "
             "count. Make it with the optimizer that make_private returned."
         )
-    if not isinstance(optimizer, KeepsAccount):
+    if not hasattr(optimizer, "real_steps"):
         raise ArgumentTypeError(
             f"schedulers needs an optimizer of fastclip, got {type(optimizer).__name__}, which does not "
             "say which steps are real. Make it with FastPrivacyEngine."

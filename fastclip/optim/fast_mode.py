@@ -22,6 +22,7 @@ from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import go_on_with, held_by
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.optim.request import PrivacyRequest
+from fastclip.optim.step_hooks import account_with
 from fastclip.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
 from fastclip.parallel.processes import bare, ranks_of, refuse, uncompiled
 from fastclip.parallel.ranks import whole
@@ -101,7 +102,9 @@ def _make_optimizer(
             inner, keeper=keeper, expected_batch_size=size, generator=request.noise_generator,
             secure_mode=request.secure, **request.of("noise_multiplier", "loss_reduction"),
         )  # fmt: skip
-        made.account_with(releases)  # first: what an override attaches to it stays
+        account_with(
+            made, releases, keeper.clipping.ranks
+        )  # first: what an override attaches to it stays
         return made
 
     names = ("max_grad_norm", "clipping", "noise_generator", "grad_sample_mode")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from fastclip.accounting.shares import remaining
 from fastclip.errors import ArgumentError
 from fastclip.optim.inner_step import release_to
 from fastclip.optim.opacus_step import OpacusStep
+from fastclip.optim.release import released
 from fastclip.optim.sharded import ShardedOptimizer
 
 
@@ -64,10 +66,9 @@ class _Clip(OpacusStep):
 
     def add_noise(self) -> None:
         """`p.grad` = summed gradient + N(0, std^2); `scale_grad` divides."""
-        sums = self._use_up()
-        self._record()
-        gradients = ops.noise_finalize(sums, self.params, self._noise_std(), 1.0, self._source)
-        release_to(self.params, gradients)
+        record, std = partial(self.hooks.record, self), self._noise_std()
+        noisy = released(self.params, self._use_up, record, std, 1.0, self._source)
+        release_to(self.params, noisy)
 
     def _use_up(self) -> list[Tensor | None]:
         """The sums, which serve one real step. They are marked first: an interrupted one counts."""
@@ -90,19 +91,13 @@ class _PerLayerClip(_Clip):
         return self.noise_multiplier * math.hypot(*self._in_use())
 
 
-class _FirstRank(DPOptimizer):
-    """Rank 0 adds the noise; the sums of the others are cast as its are."""
+class _FirstRank(OpacusStep):
+    """Rank 0 adds the noise."""
 
     rank: int
 
-    def add_noise(self) -> None:
-        """Noise on rank 0, `p.grad` = summed gradient elsewhere."""
-        if self.rank == 0:
-            super().add_noise()
-            return
-        sums = self._use_up()  # type: ignore[attr-defined]
-        self._record()  # type: ignore[attr-defined]
-        release_to(self.params, [x.to(p.dtype) for x, p in zip(sums, self.params, strict=True)])
+    def _noise_std(self) -> float:
+        return super()._noise_std() if self.rank == 0 else 0.0
 
 
 class MaterialisedDPOptimizer(_Clip):

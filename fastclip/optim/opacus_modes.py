@@ -26,6 +26,7 @@ from fastclip.optim.inner_step import parameters_of
 from fastclip.optim.materialised import optimizer_class
 from fastclip.optim.release import agree_to_train
 from fastclip.optim.request import PrivacyRequest
+from fastclip.optim.step_hooks import account_with
 from fastclip.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
 from fastclip.parallel.processes import ranks_of_opacus, refuse
 from fastclip.parallel.ranks import Ranks
@@ -69,7 +70,8 @@ def make_by_opacus(
     optimizer.bind(wrapper, ranks)
     say_untrained({p: n for n, p in wrapper._module.named_parameters() if p not in held})
     optimizer.batch.draws = drawing.draws
-    optimizer.account_with(Releases(drawing.design, drawing.draws, ledger, ranks))
+    releases = Releases(drawing.design, drawing.draws, ledger, ranks)
+    account_with(optimizer, releases, ranks)
     return made
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="empty-body"
 """The step of Opacus' modes: the sums of one logical batch, clipped at one C, and nothing raw."""
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.backward.sums import ClippedSums
 from fastclip.errors import StepError
 from fastclip.model.ownership import claim_for_opacus
+from fastclip.noise import NoiseSource, SeededNoise
+from fastclip.optim.attributes import private, refused
 from fastclip.optim.inner_step import gate_of, keep_only, parameters_of
-from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.raw_steps import watch_steps
 from fastclip.optim.release import names_told
 from fastclip.optim.shown_samples import only_shown, watch_passes
-from fastclip.optim.step_hooks import KeepsAccount
+from fastclip.optim.step_hooks import StepHooks
 from fastclip.parallel.digest import number_of
 from fastclip.parallel.ranks import Ranks
 
 
-class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
+@private
+class OpacusStep(DPOptimizer):
     """Order and borders of Opacus' step; how it clips and adds noise is said by subclasses.
 
     Formal guarantee: a real step releases the clipped sums of one logical batch, all clipped at the
@@ -35,8 +38,12 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
     `max_grad_norm` set in the middle of a logical batch takes effect at the next one.
     """
 
+    _source: NoiseSource = SeededNoise()
+    _ranks: Ranks | None = None
+
     def __init__(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
         self.batch = LogicalBatch()
+        self.hooks = StepHooks(self.batch)
         self.sums = ClippedSums()
         self._clipped_at: Any = None
         """Thresholds of the logical batch that is being gathered; None before its first sum."""
@@ -71,18 +78,6 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this)."""
         self.batch.signal(do_skip)
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        """Whether the next step only accumulates."""
-        return self.batch.next_skip(pop=pop_next)
-
-    @property
-    def _step_skip_queue(self) -> list[bool]:
-        return self.batch.flags
-
-    @_step_skip_queue.setter
-    def _step_skip_queue(self, value: list[bool]) -> None:
-        self.batch.flags = value
 
     def discard_logical_batch(self) -> None:
         """Give up the logical batch that is being gathered: its sums and gradients.
@@ -151,7 +146,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             self.batch.check_no_units()
             if not self.batch.contribute(self._rows()):
                 self._drop_samples()
-            skip = self._check_skip_next_step()
+            skip = self.batch.next_skip()
             self.batch.step(skip=skip)
             self._is_last_step_skipped = skip
             if self._clipped_at is None:
@@ -164,7 +159,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
                 self.releasing = True
                 self.add_noise()
                 self.scale_grad()
-                self._run_hooks()
+                self.hooks.run(self)
             except BaseException:  # not accounted (a hook failed, Ctrl-C)
                 keep_only(self, ())
                 raise
@@ -249,11 +244,11 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
     def _move_threshold(self) -> None:
         """What a strategy does after a real step."""
 
-    @property
+    @refused(
+        StepError,
+        "torch.amp.GradScaler scaled the loss, but not the threshold at which Opacus' modes clip, "
+        "and would skip steps on overflow, which tells something about raw gradients; use bfloat16 "
+        "without a scaler, or the fast mode (omit grad_sample_mode) with fastclip.GradScaler",
+    )
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
-        raise StepError(
-            "torch.amp.GradScaler scaled the loss, but not the threshold at which Opacus' modes clip, "
-            "and would skip steps on overflow, which tells something about raw gradients; use bfloat16 "
-            "without a scaler, or the fast mode (omit grad_sample_mode) with fastclip.GradScaler"
-        )

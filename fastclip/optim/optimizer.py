@@ -1,9 +1,11 @@
+# mypy: disable-error-code="empty-body"
 """The private optimizer: clipped sums in, noisy gradients out, then the inner optimizer's step."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +16,22 @@ from fastclip._dynamo import disable_dynamo
 from fastclip.accounting import NoiseLevels
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import check_alone
+from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
+from fastclip.optim.attributes import held, private, read, refused, shown
 from fastclip.optim.inner_step import gate_of, keep_only, release_to
-from fastclip.optim.noise import OwnsNoise
-from fastclip.optim.release import check_alike, copied, noisy_gradients
-from fastclip.optim.step_hooks import KeepsAccount
+from fastclip.optim.release import check_alike, noisy_gradients
+from fastclip.optim.step_hooks import StepHooks
 from fastclip.parallel.ranks import whole_of
 
 STATE = "fastclip_clipping"
 """Key of the strategy's state in `FastDPOptimizer.state_dict()`."""
 
 
-class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
+@private
+class FastDPOptimizer(DPOptimizer):
     """An opacus DPOptimizer whose clipping has already happened in the backward pass.
 
     Formal guarantee: each real step releases (sum + N(0, (sigma_grad * S)^2 I)) / B once, where the
@@ -52,7 +56,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         expected_batch_size: float | None, loss_reduction: str = "mean",
         generator: torch.Generator | None = None, secure_mode: bool = False,
     ) -> None:  # fmt: skip
-        self.keeper = keeper
+        self.keeper, self.hooks = keeper, StepHooks(keeper.batch)
         if keeper.clipping.strategy.threshold.count_noise_ratio and not expected_batch_size:
             raise ArgumentError(
                 "a strategy that counts expects expected_batch_size > 0, the public denominator of "
@@ -69,39 +73,22 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         keeper.clipping.first_multiplier = noise_multiplier
         check_alike(keeper, optimizer, loss_reduction=loss_reduction, secure_mode=secure_mode)
 
-    @property
+    # Kept by the model's book-keeper
+
+    @held("keeper.clipping.noise_multiplier")
     def noise_multiplier(self) -> float:
         """Total sigma of the next real step; what the accountant records.
 
         Setting it takes effect at the next real step; a schedule goes on from the value set.
         """
-        return self.keeper.clipping.noise_multiplier
 
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: float) -> None:
-        self.keeper.clipping.noise_multiplier = value
-
-    @property
+    @read("keeper.clipping.levels")
     def noise_levels(self) -> NoiseLevels:
         """Noise multipliers of the next real step: total, of the gradients, of the counts."""
-        return self.keeper.clipping.levels
 
-    @property
-    def _source(self) -> NoiseSource:
-        return self.keeper.clipping.noise
-
-    @_source.setter
-    def _source(self, value: NoiseSource) -> None:
-        self.keeper.clipping.noise = value
-
-    @property
+    @held("keeper.clipping.expected_batch_size")
     def expected_batch_size(self) -> float | None:
         """B, the public denominator of the gradients and of the counts."""
-        return self.keeper.clipping.expected_batch_size
-
-    @expected_batch_size.setter
-    def expected_batch_size(self, value: float | None) -> None:
-        self.keeper.clipping.expected_batch_size = value
 
     @property
     def max_grad_norm(self) -> float:
@@ -111,22 +98,18 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         sensitivity at which it was clipped. A per-layer strategy takes a list, or a number to which
         all thresholds are rescaled together; those of groups keep their ratios.
         """
-        state = self.keeper.clipping
-        return float(state.strategy.max_grad_norm(state.next))
+        return self.keeper.clipping.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float] | None) -> None:
-        if value is None:  # the base class's constructor: the book-keeper has it already
-            return
-        state = self.keeper.clipping
-        state.next = state.strategy.rescaled(state.next, value)
+        if value is not None:  # the base class's constructor: the book-keeper has it already
+            self.keeper.clipping.max_grad_norm = value  # type: ignore[assignment]
 
-    @property
+    @read("keeper.clipping.max_grad_norms")
     def max_grad_norms(self) -> list[float]:
         """The thresholds of a per-layer strategy, in the order of the parameters."""
-        return self.keeper.clipping.next.threshold.reshape(-1).tolist()
 
-    @property
+    @shown("keeper.clipping.current.threshold")
     def threshold(self) -> Tensor:
         """What the norms of the current (or last) logical batch are compared with.
 
@@ -134,57 +117,64 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         it, where thresholds come from the same step's counts, it is not accounted yet. A copy: the
         noise follows from the one that rows were clipped at.
         """
-        return self.keeper.clipping.current.threshold.clone()
 
-    @property
+    @shown("keeper.clipping.current.weights")
     def group_weights(self) -> Tensor | None:
         """theta_k of the current (or last) logical batch, [k], where a strategy reweights groups."""
-        return copied(self.keeper.clipping.current.weights)
 
     @property
     def sensitivity(self) -> Tensor:
         """L2 sensitivity S of the sum at which its noise is scaled, a scalar."""
         return self.keeper.clipping.sensitivity().clone()
 
-    @property
+    @read("keeper.per_sample_norms")
     def per_sample_norms(self) -> Tensor | None:
         """Raw norms [rows, or units] of the last backward. For debugging; NOT private."""
-        return self.keeper.per_sample_norms
 
-    @property
+    @held("keeper.monitor.enabled")
     def warn_of_non_finite(self) -> bool:
         """Warn once, in a backward pass, if a sample's gradient is not finite; False.
 
         For debugging; NOT private: the warning tells something about one row.
         """
-        return self.keeper.monitor.enabled
 
-    @warn_of_non_finite.setter
-    def warn_of_non_finite(self, value: bool) -> None:
-        self.keeper.monitor.enabled = value
-
-    @property
+    @shown("keeper.clipping.noisy_counts")
     def noisy_counts(self) -> Tensor | None:
         """Noisy counts of the last real step; None before it, or where nothing is counted.
 
         A scalar for a quantile; [2, k] for groups (beyond and within the threshold; for a quantile
         of groups counted and not); [k], the sizes of the groups, for reweighting.
         """
-        return copied(self.keeper.clipping.noisy_counts)
 
-    @property
-    def grad_samples(self) -> list[Tensor]:
-        """Never materialised here: see `p.summed_grad` and `per_sample_norms`."""
-        raise AttributeError(
-            "the fast mode keeps no per-sample gradients; use p.summed_grad and "
-            "optimizer.per_sample_norms, or grad_sample_mode='hooks'"
-        )
-
-    @property
+    @read("batch.consumed")
     def accumulated_iterations(self) -> int:
         """Batches that the current (or last) step consumes: scales the sampling rate."""
-        batch = self.keeper.batch
-        return batch.joined if batch.pending else batch.accumulated
+
+    @read("keeper.batch")
+    def batch(self) -> LogicalBatch:
+        """The state of what the next real step releases."""
+
+    @held("keeper.clipping.noise")
+    def _source(self) -> NoiseSource: ...
+
+    @refused(
+        AttributeError,
+        "the fast mode keeps no per-sample gradients; use p.summed_grad and "
+        "optimizer.per_sample_norms, or grad_sample_mode='hooks'",
+    )
+    def grad_samples(self) -> list[Tensor]:
+        """Never materialised here: see `p.summed_grad` and `per_sample_norms`."""
+
+    @refused(
+        StepError,
+        "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
+        "would skip steps on overflow, which tells something about raw gradients; use "
+        "fastclip.GradScaler in its place, or bfloat16 without a scaler",
+    )
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+
+    # A step
 
     def clip_and_accumulate(self) -> None:
         """Nothing to do: the backward pass has clipped and summed."""
@@ -192,21 +182,17 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     def add_noise(self) -> None:
         """Replace `p.grad` by the noisy sum over the public denominator, once it is recorded."""
         if not self.releasing:  # by hand: the one release of these sums
-            self.keeper.batch.step(skip=False)
+            self.batch.step(skip=False)
         parameters, batches = self.params, self.accumulated_iterations
-        divisor = self._divisor(batches)
-        gradients = noisy_gradients(self.keeper, parameters, batches, divisor, self._record)
+        divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size * batches
+        record = partial(self.hooks.record, self)
+        gradients = noisy_gradients(self.keeper, parameters, batches, float(divisor), record)
         self.keeper.penalties.add_to(parameters, gradients)
         keep_only(self, ())
         release_to(parameters, gradients)
 
     def scale_grad(self) -> None:
         """Nothing to do: `add_noise` divides, in the same pass over the gradients."""
-
-    def _divisor(self, batches: int) -> float:
-        if self.loss_reduction == "sum":
-            return 1.0
-        return float(self.expected_batch_size) * batches  # type: ignore[arg-type]
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,7 +206,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates."""
-        self.keeper.batch.last_was_real = False
+        self.batch.last_was_real = False
         self.keeper.trace.over()
         if not (parameters := self.params):
             keep_only(self, ())
@@ -233,11 +219,11 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
                 f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
                 "make_private, so their gradients are not clipped; call make_private again"
             )
-        if not self.keeper.batch.retired:
-            self._take_no_samples(parameters)
+        if not self.batch.retired:
+            _take_no_samples(self.keeper, parameters)
             check_alone(self.keeper.names)
-        self._is_last_step_skipped = skip = self._check_skip_next_step()
-        self.keeper.batch.step(skip=skip)
+        self._is_last_step_skipped = skip = self.batch.next_skip()
+        self.batch.step(skip=skip)
         if skip:
             self.keeper.penalties.part_is_over()
             return False
@@ -246,7 +232,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         try:
             self.add_noise()
             state.release(self.accumulated_iterations)
-            self._run_hooks()
+            self.hooks.run(self)
         except BaseException:  # not accounted, or a hook failed, Ctrl-C: nothing is released
             keep_only(self, ())
             state.restore(before)
@@ -254,23 +240,13 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         finally:
             self.releasing = False
         state.advance()
-        self.keeper.batch.count_release()
+        self.batch.count_release()
         return True
-
-    def _take_no_samples(self, parameters: list[nn.Parameter]) -> None:
-        """A loop gives all parameters a `grad_sample` of no samples, and runs no pass: Opacus' way of
-        an empty batch that its model does not take."""
-        given = (p.__dict__.get("grad_sample") for p in parameters)
-        none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
-        if none and self.keeper.clipping.ranks is None:
-            for p in parameters:
-                p.grad_sample = None  # type: ignore[attr-defined]
-            self.keeper.contribute_none()
 
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One private step, or only an accumulation where the batch memory manager says so."""
-        self.keeper.batch.last_was_real = False
+        self.batch.last_was_real = False
         if closure is not None:
             with torch.enable_grad():
                 closure()
@@ -279,15 +255,6 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
                 return None
             self._gate.open = True
             return self.original_optimizer.step()
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
-        raise StepError(
-            "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
-            "would skip steps on overflow, which tells something about raw gradients; use "
-            "fastclip.GradScaler in its place, or bfloat16 without a scaler"
-        )
 
     def discard_logical_batch(self) -> None:
         """Give up the logical batch that is being gathered: its sums, counts and gradients.
@@ -307,20 +274,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         policy = self.keeper.clipping.strategy.threshold
         if do_skip and policy.same_step:
             raise StepError(split_refused(type(policy).__name__))
-        self.keeper.batch.signal(do_skip)
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        """Whether the next step only accumulates."""
-        return self.keeper.batch.next_skip(pop=pop_next)
-
-    @property
-    def _step_skip_queue(self) -> list[bool]:
-        """Opacus' queue of signals; the book-keeper's logical batch holds it."""
-        return self.keeper.batch.flags
-
-    @_step_skip_queue.setter
-    def _step_skip_queue(self, value: list[bool]) -> None:
-        self.keeper.batch.flags = value
+        self.batch.signal(do_skip)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and what the clipping strategy has to remember, if anything.
@@ -338,5 +292,16 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             ArgumentError: if it holds the thresholds of another strategy; nothing is loaded.
         """
         inner = dict(state_dict)
-        self.keeper.clipping.load_state_dict(inner.pop(STATE, None), self.keeper.batch.fresh)
+        self.keeper.clipping.load_state_dict(inner.pop(STATE, None), self.batch.fresh)
         super().load_state_dict(inner)
+
+
+def _take_no_samples(keeper: BookKeeper, parameters: list[nn.Parameter]) -> None:
+    """A loop gives all parameters a `grad_sample` of no samples, and runs no pass: Opacus' way of an
+    empty batch that its model does not take."""
+    given = (p.__dict__.get("grad_sample") for p in parameters)
+    none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
+    if none and keeper.clipping.ranks is None:
+        for p in parameters:
+            p.grad_sample = None  # type: ignore[attr-defined]
+        keeper.contribute_none()

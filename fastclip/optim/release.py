@@ -16,9 +16,25 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.sharded_sums import ShardedSums
 from fastclip.errors import ArgumentError
+from fastclip.noise import NoiseSource
 from fastclip.parallel import release
 from fastclip.parallel.digest import digest, number_of
 from fastclip.parallel.ranks import Ranks, whole_of
+
+
+def released(
+    parameters: Sequence[nn.Parameter], take: Callable[[], list[Tensor | None]],
+    record: Callable[[], None], std: float | Tensor, divisor: float, noise: NoiseSource,
+) -> list[Tensor]:  # fmt: skip
+    """(sum + N(0, std^2)) / divisor for every parameter, in one process: the mechanism of every mode.
+
+    Args:
+        take: the clipped sums, which serve once. record: writes the release down; it is called when
+            nothing can be refused any more, before noise is drawn.
+    """
+    sums = take()
+    record()
+    return ops.noise_finalize(sums, list(parameters), std, divisor, noise)
 
 
 def noisy_gradients(
@@ -28,9 +44,8 @@ def noisy_gradients(
     """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter; over all ranks that train.
 
     Args:
-        batches: that the logical batch consists of. record: writes the release down; it is called when
-            nothing can be refused any more, before noise is drawn. Several ranks record when they
-            have exchanged sums and counts, without which there is no step.
+        batches: that the logical batch consists of. record: as of `released`; several ranks record
+            when they have exchanged sums and counts, without which there is no step.
 
     Raises:
         ArgumentError: for a noise multiplier that no noise has.
@@ -39,9 +54,8 @@ def noisy_gradients(
     state = keeper.clipping
     std, given = _noise_std(state), keeper.sums
     if state.ranks is None:
-        sums = given.take_all(parameters)
-        record()
-        return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
+        take = partial(given.take_all, parameters)
+        return released(parameters, take, record, std, divisor, state.noise)
     told: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}
     told["noise_multiplier"] = state.noise_multiplier
     if isinstance(given, ShardedSums):
@@ -57,11 +71,6 @@ def noisy_gradients(
     if isinstance(given, ShardedSums):
         return release.noisy_shards(state.ranks, given.buckets, given.parts(), *rest)
     return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
-
-
-def copied(x: Tensor | None) -> Tensor | None:
-    """For a reader, who may change it: no noise follows from it."""
-    return None if x is None else x.clone()
 
 
 def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:

@@ -83,7 +83,7 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
 
     def add_noise(self) -> None:
         """Every rank draws for the whole parameter and keeps its shard of a mean over the ranks."""
-        self._record()
+        self.hooks.record(self)
         share = 1 / self.world_size
         with implicit_replication():
             for p in self.params:

@@ -73,7 +73,7 @@ def test_everywhere(mode: str, step_again: bool) -> None:
 
 def test_hooks_that_were_interrupted_leave_no_step_unrecorded() -> None:
     run = start(6, seed=2)
-    run.optimizer._in_hooks = True  # as a Ctrl-C between two of its lines leaves it
+    run.optimizer.hooks._running = True  # as a Ctrl-C between two of its lines leaves it
     one_cycle(run, next(iter(run.loader)))
     assert run.steps == 1
 

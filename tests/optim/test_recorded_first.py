@@ -30,7 +30,7 @@ def test_no_noise_is_drawn_before(mode: str) -> None:
     _, private, optimizer = start(mode)
     backward(private, optimizer)
     before, state = held(optimizer), torch.get_rng_state()
-    account, seen = optimizer._account, []
+    account, seen = optimizer.batch.account, []
 
     def looking(given: Any) -> None:
         assert torch.equal(torch.get_rng_state(), state)
@@ -39,7 +39,7 @@ def test_no_noise_is_drawn_before(mode: str) -> None:
         seen.append(given)
         account(given)
 
-    optimizer._account = looking
+    optimizer.batch.account = looking
     optimizer.step()
     assert seen == [optimizer]
 
@@ -55,7 +55,7 @@ def test_a_ledger_that_fails_and_ctrl_c_together() -> None:
         def full(_: Any) -> None:
             raise OSError("no space left on device")
 
-        optimizer._account = full
+        optimizer.batch.account = full
         try:
             with ctrl_c:
                 optimizer.step()

@@ -83,12 +83,12 @@ def test_a_refused_step_leaves_nothing_to_release_by_hand(mode: str) -> None:
     def full(_: Any) -> None:
         raise OSError("no space left on device")
 
-    account, optimizer._account = optimizer._account, full
+    account, optimizer.batch.account = optimizer.batch.account, full
     row_loss(private(torch.randn(6, 6))).mean().backward()
     with pytest.raises(OSError, match="no space"):
         optimizer.step()
     assert not optimizer.releasing
-    optimizer._account = account
+    optimizer.batch.account = account
     assert not engine.accountant.history
 
 
