@@ -41,7 +41,7 @@ from fastclip.model.compatible import compatible
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.fast_mode import make_fast
 from fastclip.optim.opacus_modes import make_by_opacus
-from fastclip.optim.request import Planned, PrivacyRequest
+from fastclip.optim.request import PrivacyRequest
 from fastclip.overrides import METHODS, Preparation, check_reached, own_method
 from fastclip.parallel.checkpoints import model_of
 from fastclip.parallel.processes import check_who_writes
@@ -205,11 +205,7 @@ class FastPrivacyEngine(PrivacyEngine):
         Returns:
             As `make_private`.
         """
-        if not isinstance(data_loader, DataLoader):
-            raise ArgumentTypeError(
-                "data_loader expects a torch.utils.data.DataLoader, got "
-                f"{type(data_loader).__name__}"
-            )
+        validation.check_loader(data_loader)
         validation.check_budget(target_epsilon, target_delta, epochs)
         clipping, options = named(clipping, options)
         drawn = {name: options[name] for name in SAMPLING if name in options}
@@ -217,8 +213,8 @@ class FastPrivacyEngine(PrivacyEngine):
         self._check_delta("make_private_with_epsilon", target_delta, design)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         noise_multiplier = noise_for(
-            self.accountant, design, clipping, (target_epsilon, target_delta),
-            Planned(epochs, target_delta, release.reserved(reserve, self.accountant)),
+            self.accountant, design, clipping, (target_epsilon, target_delta), epochs,
+            release.reserved(reserve, self.accountant),
             {name: value for name, value in options.items() if name in known},
         )  # fmt: skip
         return self.make_private(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from fastclip.accounting.calibration import find_noise_multiplier
 from fastclip.accounting.history import epsilon
 from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.segments import Entry
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch
@@ -24,16 +25,9 @@ from fastclip.data.recorded import AsPlanned, Releases, planned_history
 from fastclip.data.sampling import draws_securely
 from fastclip.errors import ArgumentError, say
 from fastclip.mechanism import Mechanism, neighbours, trusted
-from fastclip.optim.request import Afforded, Planned
+from fastclip.optim.request import Afforded
 from fastclip.planner.report import Plan, PlanLog
 from fastclip.trace.findings import TraceLog
-
-_NOISE, _ROWS, _BITS, _TAILS = (
-    "noise of the gradients and of counts", "which rows are drawn",
-    "the last bits of noise, from which sums could be read",
-    "the tails of noise, which end where those of a normal do not",
-)  # fmt: skip
-"""What secure mode keeps from those who could foresee or repeat it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,15 +43,15 @@ class PrivateRun:
     looks: Sequence[object]
     """Of the calls of its book-keeper, which these belong to."""
     trace_log: TraceLog
-    planned: Planned | None
-    """The whole of it, where its noise was found for that."""
+    planned: Afforded | None
+    """Its noise multiplier, where that was found for a budget."""
     held: ref[BookKeeper]
     """By the model and its optimizer."""
     loader: ref[DataLoader]
 
     @classmethod
     def of(
-        cls, keeper: BookKeeper, releases: Releases, loader: DataLoader, planned: Planned | None
+        cls, keeper: BookKeeper, releases: Releases, loader: DataLoader, planned: Afforded | None
     ) -> PrivateRun:
         """Of a model that has just been made private."""
         return cls(
@@ -91,7 +85,12 @@ class PrivateRun:
         """What is kept from those who could foresee or repeat it, and what is not, as it runs now."""
         source, loader = self.state.noise, self.loader()
         rows = self.design.secure if loader is None else draws_securely(loader)
-        kept = {_NOISE: source.secure, _ROWS: rows, _BITS: source.guarded, _TAILS: source.secure}
+        kept = {
+            "noise of the gradients and of counts": source.secure,
+            "which rows are drawn": rows,
+            "the last bits of noise, from which sums could be read": source.guarded,
+            "the tails of noise, which end where those of a normal do not": source.secure,
+        }
         return tuple(t for t in kept if kept[t]), tuple(t for t in kept if not kept[t])
 
     def whole_history(self, epochs: float) -> list[Any]:
@@ -104,20 +103,10 @@ class PrivateRun:
 def mechanism_of(
     run: PrivateRun, ledger: Ledger, spent: Any, delta: float | None, epochs: float | None
 ) -> Mechanism:
-    """What a run guarantees; see `FastPrivacyEngine.mechanism`.
-
-    Args:
-        ledger: of the run. spent: delta -> epsilon of its steps.
-    """
+    """`FastPrivacyEngine.mechanism` of a run; `spent`: delta -> epsilon of its ledger."""
     design, state, accountant, planned = run.design, run.state, ledger.mechanism(), run.planned
-    if delta is not None:
-        delta = between("delta", delta, 0, 1)
-    elif planned is not None:
-        delta = planned.delta
-    if epochs is not None:
-        epochs = positive("epochs", epochs)
-    elif planned is not None:
-        epochs = planned.epochs
+    delta = getattr(planned, "delta", None) if delta is None else between("delta", delta, 0, 1)
+    epochs = getattr(planned, "epochs", None) if epochs is None else positive("epochs", epochs)
     whole = () if epochs is None else tuple(run.whole_history(epochs))
     secure, insecure = run.secured()
     hidden = ledger.protected.beside(design.protected).size_is_secret
@@ -137,13 +126,13 @@ def mechanism_of(
 
 
 def noise_for(
-    ledger: Ledger, design: SamplingDesign, clipping: str | Clipping, budget: tuple[float, float],
-    planned: Planned, accounting: dict[str, Any],
+    ledger: Ledger, design: SamplingDesign, clipping: str | Clipping, target: tuple[float, float],
+    epochs: float, reserved: tuple[Entry, ...], accounting: dict[str, Any],
 ) -> Afforded:  # fmt: skip
-    """The noise multiplier of the first step of a run that spends a budget, (epsilon, delta).
+    """The noise multiplier of the first step of a run that is to spend (epsilon, delta).
 
     Args:
-        design, clipping: of the run. accounting: options of the accountant.
+        epochs: of the run. reserved: of counts. accounting: options of the accountant.
     """
     if len(ledger) > 0:
         say(
@@ -151,14 +140,13 @@ def noise_for(
             "engine's accountant has recorded steps: the overall epsilon will be higher"
         )
     schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
-    records = planned_history(design, schedule, 1.0, planned.epochs)
+    records = planned_history(design, schedule, 1.0, epochs)
     sigma = find_noise_multiplier(
-        target_epsilon=budget[0], target_delta=budget[1], sample_rate=records[0][1],
-        steps=sum(count for *_, count in records),
-        schedule=AsPlanned(design, schedule, planned.epochs), accountant=ledger.mechanism(),
-        reserved=planned.reserved, **accounting,
+        target_epsilon=target[0], target_delta=target[1], sample_rate=records[0][1],
+        steps=sum(count for *_, count in records), schedule=AsPlanned(design, schedule, epochs),
+        accountant=ledger.mechanism(), reserved=reserved, **accounting,
     )  # fmt: skip
-    return Afforded(sigma, planned)
+    return Afforded(sigma, epochs, target[1], reserved)
 
 
 def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
@@ -179,11 +167,7 @@ def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
 
 
 def set_groups(keepers: Sequence[BookKeeper], ids: Tensor, module: Any) -> None:
-    """Groups of the next pass of one of these models; see `FastPrivacyEngine.set_groups`.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: as there.
-    """
+    """`FastPrivacyEngine.set_groups`, of one of the models that have these book-keepers."""
     if module is not None:
         keepers = [keeper for keeper in keepers if keeper is getattr(module, "keeper", None)]
     if len(keepers) != 1:

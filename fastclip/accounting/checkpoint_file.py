@@ -36,15 +36,7 @@ def save_checkpoint(
     module_state_dict_kwargs: Mapping[str, Any] | None = None,
     torch_save_kwargs: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Save a run as Opacus does; see `FastPrivacyEngine.save_checkpoint`.
-
-    Args:
-        ledger: of the run. writes: this process writes what all ranks have.
-        The rest: as in Opacus.
-
-    Raises:
-        ArgumentError: as `check_loads`; an old file stays.
-    """
+    """`FastPrivacyEngine.save_checkpoint`; `writes`: this process writes what all ranks have."""
     module = model_of(module)
     model, options = as_alone(module), dict(module_state_dict_kwargs or {})
     if is_spread(module):
@@ -75,17 +67,7 @@ def load_checkpoint(
     module_load_dict_kwargs: Mapping[str, Any] | None = None,
     torch_load_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Go on from a file of `save_checkpoint`, or Opacus'; see `FastPrivacyEngine.load_checkpoint`.
-
-    Args:
-        ledger: of the run; the rest: as in Opacus.
-
-    Returns:
-        The rest of the file.
-
-    Raises:
-        ArgumentError: as `read_checkpoint`; or the file does not say what its run has spent.
-    """
+    """`FastPrivacyEngine.load_checkpoint`: go on from a file of `save_checkpoint`, or Opacus'."""
     saved = read_checkpoint(path, torch_load_kwargs or {})
     if _ACCOUNTANT not in saved:
         raise ArgumentError(

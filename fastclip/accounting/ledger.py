@@ -334,11 +334,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
 
 
 def succeeding(accountant: object, before: Ledger | None) -> Ledger:
-    """A ledger of this accountant, that goes on from another one.
-
-    Raises:
-        ArgumentTypeError: it is no accountant. ArgumentError, StepError: as of `Ledger.take_over`.
-    """
+    """A ledger of this accountant, if it is one, that goes on from another one (`Ledger.take_over`)."""
     if not isinstance(accountant, IAccountant):
         raise ArgumentTypeError(
             f"accountant expects an accountant of Opacus, got {type(accountant).__name__}; take one of "

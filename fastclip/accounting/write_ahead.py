@@ -252,14 +252,7 @@ class NotWritten:
 
 
 def keep_in_file(ledger: Any, path: Any, ranks: Ranks | None) -> None:
-    """Keep a ledger in a file from now on, or in none (None); see `FastPrivacyEngine.write_ahead`.
-
-    Args:
-        ranks: who come here together; the first of them writes.
-
-    Raises:
-        ArgumentError, StepError, OSError: as there. The ledger goes on as before.
-    """
+    """`FastPrivacyEngine.write_ahead`, of ranks that come here together; the first of them writes."""
     first, log = ranks is None or ranks.number == 0, None
     try:
         with together(ranks) as told:

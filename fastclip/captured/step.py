@@ -38,14 +38,7 @@ def make_step(
     keepers: Iterable[BookKeeper], model: nn.Module, loss_function: Callable[..., Tensor], *,
     physical_batch: int | None, cuda_graph: bool, compile: bool,
 ) -> Step:  # fmt: skip
-    """The step of one of an engine's models; see `FastPrivacyEngine.make_step`.
-
-    Args:
-        keepers: of the models that are private. The rest: as there.
-
-    Raises:
-        ArgumentError: as there.
-    """
+    """`FastPrivacyEngine.make_step`, of one of the models that have these book-keepers."""
     for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
         if not isinstance(value, bool):
             raise ArgumentError(f"{name} expects True or False, got {value!r}")

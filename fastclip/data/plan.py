@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opacus.data_loader import DPDataLoader
@@ -318,17 +318,12 @@ def checked_plan(
     return replace(plan, design=replace(plan.design, canaries=canaries))
 
 
-@dataclass(frozen=True, eq=False)
-class Drawing:
+class Drawing(NamedTuple):
     """The loader that trains, how it draws, and its draws, of which it tells from now on."""
 
     loader: DataLoader
     design: SamplingDesign
     draws: Draws
-    handed: tuple[Any, ...]
-    """What another loader must have of it, to hand out these draws."""
-    ordered: bool
-    """Sample i of a batch must be the i-th drawn."""
 
 
 def prepare(
@@ -369,7 +364,7 @@ def prepare(
             draw_securely(loader)
     draws = _watched(loader, poisson, rand_on_empty, required and poisson)
     draws.filling = filling_of(ranks, rand_on_empty)
-    return Drawing(loader, plan.design, draws, draws_of(loader), plan.unit is not None)
+    return Drawing(loader, plan.design, draws)
 
 
 def call_for_loader(
@@ -381,22 +376,23 @@ def call_for_loader(
     Args:
         asked: batch_first, rand_on_empty, distributed.
     """
-    found: list[Drawing] = []
+    found: list[Any] = []
 
     def own() -> DataLoader:
         options: dict[str, bool] = {"secure": secure, "required": required, **asked}
-        found.append(prepare(data_loader, request, ledger, ranks, **options))
-        return found[0].loader
+        made = prepare(data_loader, request, ledger, ranks, **options)
+        found.extend((made, draws_of(made.loader)))
+        return made.loader
 
     poisson = request.poisson_sampling
     returned = making.call(LOADER, own, data_loader, poisson_sampling=poisson, **asked)
-    making.check(LOADER, returned, bool(found) and draws_alike(returned, found[0].handed))
+    making.check(LOADER, returned, bool(found) and draws_alike(returned, found[1]))
     if returned.batch_sampler is not None and not asks_at_once(returned):
-        collate = checked_collate(
-            returned.collate_fn, batch_first=asked["batch_first"], ordered=found[0].ordered
-        )
+        order = {"batch_first": asked["batch_first"], "ordered": request.unit_ids is not None}
+        collate = checked_collate(returned.collate_fn, **order)
         object.__setattr__(returned, "collate_fn", collate)
-    return replace(found[0], loader=returned)
+    drawing: Drawing = found[0]._replace(loader=returned)
+    return drawing
 
 
 def _agree_to_draw(ranks: Ranks, plan: Plan, data_loader: DataLoader, ledger: Ledger) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -191,23 +191,27 @@ def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def check_arguments(
-    *, module: Any, data_loader: Any, flags: dict[str, Any], noise_generator: Any
-) -> None:
+def check_arguments(given: Mapping[str, Any]) -> None:
     """Types of make_private's keywords (max_grad_norm is the strategy's to check)."""
+    module, noise_generator = given["module"], given["noise_generator"]
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module expects a torch.nn.Module, got {type(module).__name__}")
-    if not isinstance(data_loader, DataLoader):
-        raise ArgumentTypeError(
-            f"data_loader expects a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
-        )
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ArgumentTypeError(f"{name} expects True or False, got {value!r}")
+    check_loader(given["data_loader"])
+    for name in ("batch_first", "poisson_sampling", "wrap_model", "rand_on_empty"):
+        if not isinstance(given[name], bool):
+            raise ArgumentTypeError(f"{name} expects True or False, got {given[name]!r}")
     if noise_generator is not None and not isinstance(noise_generator, torch.Generator):
         raise ArgumentTypeError(
             "noise_generator expects a torch.Generator or None, got "
             f"{type(noise_generator).__name__}"
+        )
+
+
+def check_loader(data_loader: Any) -> None:
+    """Raises: ArgumentTypeError: it is none."""
+    if not isinstance(data_loader, DataLoader):
+        raise ArgumentTypeError(
+            f"data_loader expects a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,15 +40,6 @@ def shown(path: str) -> Callable[[Callable[..., Any]], property]:
         return None if value is None else value.clone()
 
     return lambda told: property(copied, doc=told.__doc__)
-
-
-def refused(kind: type[Exception], message: str) -> Callable[[Callable[..., Any]], property]:
-    """An attribute that there is none of."""
-
-    def refuse(self: Any) -> NoReturn:
-        raise kind(message)
-
-    return lambda told: property(refuse, doc=told.__doc__)
 
 
 def private(kind: type[K]) -> type[K]:

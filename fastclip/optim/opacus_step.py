@@ -1,4 +1,3 @@
-# mypy: disable-error-code="empty-body"
 """The step of Opacus' modes: the sums of one logical batch, clipped at one C, and nothing raw."""
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fastclip.backward.sums import ClippedSums
 from fastclip.errors import StepError
 from fastclip.model.ownership import claim_for_opacus
 from fastclip.noise import NoiseSource, SeededNoise
-from fastclip.optim.attributes import private, refused
+from fastclip.optim.attributes import private
 from fastclip.optim.inner_step import gate_of, keep_only, parameters_of
 from fastclip.optim.raw_steps import watch_steps
 from fastclip.optim.release import names_told
@@ -244,11 +243,11 @@ class OpacusStep(DPOptimizer):
     def _move_threshold(self) -> None:
         """What a strategy does after a real step."""
 
-    @refused(
-        StepError,
-        "torch.amp.GradScaler scaled the loss, but not the threshold at which Opacus' modes clip, "
-        "and would skip steps on overflow, which tells something about raw gradients; use bfloat16 "
-        "without a scaler, or the fast mode (omit grad_sample_mode) with fastclip.GradScaler",
-    )
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+        raise StepError(
+            "torch.amp.GradScaler scaled the loss, but not the threshold at which Opacus' modes clip, "
+            "and would skip steps on overflow, which tells something about raw gradients; use bfloat16 "
+            "without a scaler, or the fast mode (omit grad_sample_mode) with fastclip.GradScaler"
+        )

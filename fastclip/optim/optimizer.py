@@ -20,7 +20,7 @@ from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
-from fastclip.optim.attributes import held, private, read, refused, shown
+from fastclip.optim.attributes import held, private, read, shown
 from fastclip.optim.inner_step import gate_of, keep_only, release_to
 from fastclip.optim.release import check_alike, noisy_gradients
 from fastclip.optim.step_hooks import StepHooks
@@ -157,22 +157,22 @@ class FastDPOptimizer(DPOptimizer):
     @held("keeper.clipping.noise")
     def _source(self) -> NoiseSource: ...
 
-    @refused(
-        AttributeError,
-        "the fast mode keeps no per-sample gradients; use p.summed_grad and "
-        "optimizer.per_sample_norms, or grad_sample_mode='hooks'",
-    )
+    @property
     def grad_samples(self) -> list[Tensor]:
         """Never materialised here: see `p.summed_grad` and `per_sample_norms`."""
+        raise AttributeError(
+            "the fast mode keeps no per-sample gradients; use p.summed_grad and "
+            "optimizer.per_sample_norms, or grad_sample_mode='hooks'"
+        )
 
-    @refused(
-        StepError,
-        "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
-        "would skip steps on overflow, which tells something about raw gradients; use "
-        "fastclip.GradScaler in its place, or bfloat16 without a scaler",
-    )
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+        raise StepError(
+            "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
+            "would skip steps on overflow, which tells something about raw gradients; use "
+            "fastclip.GradScaler in its place, or bfloat16 without a scaler"
+        )
 
     # A step
 

@@ -27,25 +27,20 @@ SPREAD_MODES = ("ghost_fsdp", "ghost_tp")
 MODES = (*FAST_MODES, *MATERIALISED_MODES, *SPREAD_MODES, "no_op")
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The whole of a run, where its noise was found for that."""
-
-    epochs: float
-    delta: float
-    reserved: tuple[Entry, ...]
-    """Counts that the budget covers, too."""
-
-
 class Afforded(float):
-    """A noise multiplier that a privacy budget affords, and for what."""
+    """A noise multiplier that a privacy budget affords.
 
-    planned: Planned | None
+    Args:
+        epochs: of the run that spends it. delta: of the budget. reserved: counts that it covers, too.
+    """
 
-    def __new__(cls, value: float, planned: Planned | None = None) -> Afforded:
-        found = super().__new__(cls, value)
-        found.planned = planned
-        return found
+    def __new__(cls, value: float, *_: Any) -> Afforded:
+        return super().__new__(cls, value)
+
+    def __init__(
+        self, value: float, epochs: float = 0.0, delta: float = 0.0, reserved: Sequence[Entry] = ()
+    ) -> None:
+        self.epochs, self.delta, self.reserved = epochs, delta, reserved
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +65,8 @@ class PrivacyRequest:
     options: Mapping[str, Any]
     """Further keywords, which are the strategy's, or those of an optimizer of Opacus."""
     secure: bool
-    planned: Planned | None
+    planned: Afforded | None
+    """The noise multiplier, where it was found for a budget."""
     strategy: Clipping | None
     """None in Opacus' own modes."""
 
@@ -88,7 +84,6 @@ class PrivacyRequest:
             fastclip.errors.*: naming the keyword and the way out.
         """
         clipping, options = named(clipping, kwargs)
-        sampling = {name: given.pop(name) for name in SAMPLING}
         mode, reduction = given["grad_sample_mode"], given["loss_reduction"]
         fast = mode in FAST_MODES
         validation.choice("grad_sample_mode", mode, MODES)
@@ -100,20 +95,13 @@ class PrivacyRequest:
         if mode not in SPREAD_MODES and given["model_loss"] == "own":
             check_coupling(criterion)
         validation.check_inner_step(given["optimizer"])
-        flags = ("batch_first", "wrap_model", "rand_on_empty")
-        validation.check_arguments(
-            module=given["module"], data_loader=given["data_loader"],
-            noise_generator=given["noise_generator"],
-            flags={
-                "poisson_sampling": sampling["poisson_sampling"], **{n: given[n] for n in flags},
-            },
-        )  # fmt: skip
-        drawn = Request(**sampling)
+        validation.check_arguments(given)
+        drawn = Request(**{name: given.pop(name) for name in SAMPLING})
         if not fast:
             _check_for_opacus(mode, drawn, clipping, given["rand_on_empty"])
         if given["noise_generator"] is not None and secure:
             raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
-        planned = getattr(noise_multiplier, "planned", None)
+        planned = noise_multiplier if isinstance(noise_multiplier, Afforded) else None
         sigma = not_negative("noise_multiplier", noise_multiplier)
         validation.check_optimizer(given["module"], given["optimizer"])
         strategy = resolve(clipping, options, sigma) if fast else None
