@@ -642,11 +642,7 @@ class FastPrivacyEngine(PrivacyEngine):
     # Its runs
 
     def _ranks(self, call: str) -> Ranks | None:
-        """Who trains the model that was made private last; the first of them writes what all have.
-
-        Raises:
-            ArgumentError: several processes, and nobody has said that they train together.
-        """
+        """Who trains the model that was made private last; the first of them writes what all have."""
         ranks = self._runs[-1].state.ranks if self._runs else None
         check_who_writes(ranks, call)
         return ranks

@@ -334,14 +334,12 @@ def prepare(
     """Make the loader that trains; on several ranks it draws this rank's share.
 
     Args:
-        ledger: that will count the steps. ranks: who draws the other shares, where several train.
-        distributed: the loader's own sampler may draw a share already.
+        ledger: counts the steps. distributed: the loader's own sampler may draw a share already.
         required: with Poisson sampling nothing else is trained on, though the loader was never iterated.
 
     Raises:
-        ArgumentError, ArgumentTypeError: as `checked_plan`, and for a collate function that may change
-            the order of a unit's rows, steps that protect another unit than others of the ledger, or
-            that it cannot compose; naming what differs between ranks. Nothing is changed.
+        ArgumentError, ArgumentTypeError: as `checked_plan`; a unit's rows may change their order, or the
+            ledger cannot count the steps; naming what differs between ranks. Nothing is changed.
     """
     poisson = request.poisson_sampling
     plan = checked_plan(data_loader, request, secure=secure, distributed=distributed)

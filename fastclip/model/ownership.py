@@ -92,13 +92,11 @@ def go_on_with(
     """A model that may be made private under this ledger, with all that its steps have spent so far.
 
     Args:
-        again: what an earlier make_private returned, whichever engine's, or a copy of that, if the
-            model is that.
+        again: what any earlier make_private returned, or a copy of that, if the model is that.
         trained: the parameters that are to become private, and their names.
 
     Raises:
-        UnsupportedLayerError: another engine holds it.
-        ArgumentError: this accountant cannot compose its steps with its own.
+        UnsupportedLayerError: another engine holds it. ArgumentError: it cannot count these steps.
     """
     check_free(model, trained, again=again)
     before = found_in(model)

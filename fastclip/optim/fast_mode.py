@@ -64,10 +64,15 @@ def make_fast(
     keeper.trace.listen(bare(model._module), drawing.draws, request.sampling.views)
     releases = Releases(drawing.design, drawing.draws, ledger, ranks)
     optimizer = _make_optimizer(request, making, keeper, releases)
-    if request.grad_sample_mode == "ghost":
-        criterion = _make_criterion(request, making, model, optimizer)
-        return (model, optimizer, criterion, drawing.loader), releases
-    return (model, optimizer, drawing.loader), releases
+    if request.grad_sample_mode != "ghost":
+        return (model, optimizer, drawing.loader), releases
+    criterion = making.call(
+        CRITERION, lambda: request.criterion, module=model, optimizer=optimizer,
+        **request.of("criterion", "loss_reduction"), **request.options,
+    )  # fmt: skip
+    check_criterion(criterion, request.loss_reduction, model)
+    check_coupling(criterion)
+    return (model, optimizer, criterion, drawing.loader), releases
 
 
 def _intercepted(
@@ -95,35 +100,20 @@ def _intercepted(
 def _make_optimizer(
     request: PrivacyRequest, making: Preparation, keeper: BookKeeper, releases: Releases
 ) -> FastDPOptimizer:
-    size, inner = releases.design.expected_batch_size, request.inner
+    size, inner, ranks = releases.design.expected_batch_size, request.inner, keeper.clipping.ranks
 
     def own() -> FastDPOptimizer:
         made = FastDPOptimizer(
             inner, keeper=keeper, expected_batch_size=size, generator=request.noise_generator,
             secure_mode=request.secure, **request.of("noise_multiplier", "loss_reduction"),
         )  # fmt: skip
-        account_with(
-            made, releases, keeper.clipping.ranks
-        )  # first: what an override attaches to it stays
+        account_with(made, releases, ranks)  # first: what an override attaches to it stays
         return made
 
     names = ("max_grad_norm", "clipping", "noise_generator", "grad_sample_mode")
     private: FastDPOptimizer = making.call_for_own(
         OPTIMIZER, own, optimizer=inner, expected_batch_size=size,
-        distributed=keeper.clipping.ranks is not None, **request.options,
+        distributed=ranks is not None, **request.options,
         **request.of("noise_multiplier", "loss_reduction", *names),
     )  # fmt: skip
     return private
-
-
-def _make_criterion(
-    request: PrivacyRequest, making: Preparation, model: PrivateModel, optimizer: FastDPOptimizer
-) -> Any:
-    asked = request.of("criterion", "loss_reduction")
-    criterion = making.call(
-        CRITERION, lambda: request.criterion, module=model, optimizer=optimizer, **asked,
-        **request.options,
-    )  # fmt: skip
-    check_criterion(criterion, request.loss_reduction, model)
-    check_coupling(criterion)
-    return criterion

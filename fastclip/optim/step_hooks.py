@@ -78,11 +78,7 @@ class StepHooks:
 
 
 def account_with(optimizer: Any, record: Any, ranks: Ranks | None) -> None:
-    """Record every real step, in the place of earlier hooks; make_private calls this.
-
-    Args:
-        ranks: who take each step together.
-    """
+    """Record every real step, in the place of earlier hooks; `ranks` take each step together."""
     optimizer.step_hook = None
     optimizer.noise_source.account = optimizer.batch.account = record
     if ranks is not None:

@@ -79,14 +79,7 @@ def ranks_of_opacus(model: nn.Module) -> Ranks | None:
 
 
 def check_who_writes(ranks: Ranks | None, call: str) -> None:
-    """Refuse several processes of which nobody has said that they train together.
-
-    Args:
-        ranks: that are known. call: what all of them call together.
-
-    Raises:
-        ArgumentError: naming the way out.
-    """
+    """Raises: ArgumentError: several processes, and no ranks that are known to train together."""
     if ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
         return
     if (world := distributed.get_world_size()) > 1:
