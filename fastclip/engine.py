@@ -30,6 +30,7 @@ from fastclip.counts import release
 from fastclip.counts.answer import NoisyCounts
 from fastclip.counts.lines import PrivacyByDataSet, lines_of
 from fastclip.counts.query import CountQuery
+from fastclip.counts.release import PaidCounts
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import SAMPLING, Request, checked_plan
 from fastclip.errors import ArgumentTypeError, StepError
@@ -244,7 +245,7 @@ class FastPrivacyEngine(PrivacyEngine):
         is zeroed out. `mechanism()` says which.
 
         Args:
-            delta: in (0, 1), smaller than 1 / rows.
+            delta: in (0, 1), smaller than 1 / rows: the first that is not warns.
 
         Returns:
             epsilon; 0 before the first step, inf if a step had no noise.
@@ -472,7 +473,7 @@ class FastPrivacyEngine(PrivacyEngine):
         release.pay(query, 1, self.accountant, self._trained_units, ranks)
         return release.draw(query, exact, self._count_noise, self.accountant, ranks)
 
-    def prepay(self, query: CountQuery, times: int) -> release.PaidCounts:
+    def prepay(self, query: CountQuery, times: int) -> PaidCounts:
         """Pay for several answers of one query at once, so that the cost is known before the first.
 
         Args:
@@ -487,7 +488,7 @@ class FastPrivacyEngine(PrivacyEngine):
         """
         ranks, times = self._ranks("prepay"), whole("times", times, 1)
         release.pay(release.check_query(query), times, self.accountant, self._trained_units, ranks)
-        return release.PaidCounts(query, times, self._count_noise, self.accountant, ranks)
+        return PaidCounts(query, times, self._count_noise, self.accountant, ranks)
 
     def privacy_by_data_set(self, delta: float) -> PrivacyByDataSet:
         """What the people of each data set have spent: the training set, and others that were counted.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource, SecureNoise, SeededNoise
+from fastclip.optim.step_hooks import Hook, StepHooks
 
 K = TypeVar("K")
 
@@ -83,19 +84,20 @@ class _Shared:
         """The accountant that records the steps; None before make_private."""
 
     @property
-    def step_hook(self: Any) -> Any:
+    def step_hook(self: Any) -> Hook | None:
         """All hooks of now in one call, as Opacus keeps its only one; None if there is none.
 
         Setting it replaces all but the accountant's, which also comes first where the new hook calls
         what was read here; it records a step once.
         """
-        return self.hooks.in_one
+        hooks: StepHooks = self.hooks
+        return hooks.in_one
 
     @step_hook.setter
-    def step_hook(self: Any, fn: Any) -> None:
+    def step_hook(self: Any, fn: Hook | None) -> None:
         self.hooks.listed = [] if fn is None else [fn]
 
-    def attach_step_hook(self: Any, fn: Any) -> None:
+    def attach_step_hook(self: Any, fn: Hook) -> None:
         """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.
 
         Unlike Opacus' this never replaces the accountant's hook.
