@@ -136,7 +136,7 @@ class RootScope:
             if not (self._whole or keeper.paused):
                 check_given(handle.path, module, args, kwargs)
             keeper.check_unchanged()
-            due = layout.due(module, args, kwargs)
+            due = keeper.calls.due(layout, called)
             with whole(keeper.clipping.ranks, due):
                 if due:
                     with _way_out(layout.batch_size(args, kwargs)):

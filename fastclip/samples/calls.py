@@ -198,8 +198,28 @@ class Calls:
         called.noticing.enter_context(self.intercepted(noticed))
         outermost = not called.drives and self.outermost is None
         self._running.append(called)
-        if outermost and torch.is_grad_enabled() and not (self.paused or self.shards):
+        if outermost and self._follows:
             called.follow()
+
+    @property
+    def _follows(self) -> bool:
+        """Calls that begin now are followed, if they can be."""
+        return torch.is_grad_enabled() and not (self.paused or self.shards)
+
+    def due(self, layout: BatchLayout, called: Entered) -> bool:
+        """Whether a call must be run on a few rows before it is; to be asked once a call.
+
+        Of a batch that has grown, where the model's forward is proven for any number of rows, it is
+        not: the step itself is traced, and its way followed, which say as it ends whether that was
+        computed.
+        """
+        given = called.args, called.kwargs
+        if layout.due(called.model, *given):
+            return True
+        if not layout.has_grown(layout.batch_size(*given) or 0):
+            return False
+        followed = called.name == FORWARD and self._follows and paths.can_follow()
+        return not (followed and layout.holds_for_any and self.traces(True))
 
     def end(self, called: Entered) -> None:
         """The call has returned, or failed; nothing, where it was dropped."""
@@ -246,7 +266,7 @@ class Calls:
         while called is not None and called.forward is None:
             layout = self.layout_of(called.name)
             try:
-                if layout.due(called.model, called.args, called.kwargs):
+                if self.due(layout, called):
                     self.learn(layout, called, path)
                     called.noticing.enter_context(self.intercepted(layout.proxied))
                 given = called.args, called.kwargs
@@ -375,15 +395,21 @@ class Calls:
             BatchSizeError, GraphError: as of `compare`.
         """
         path, sizes = called.path, called.sizes
-        if called.forward is None or (path is None and not called.compiles):
+        if called.forward is None:
             return
-        layout = self.layout_of(called.name)
-        known = path is not None and layout.paths.knows(path, sizes)
-        seen = known or called.looked_at or self.traced()
-        # torch.compile makes few graphs: each is looked at
-        if not seen and (called.compiles or layout.paths.next_due(sizes, turns=bool(layout.turns))):
+        layout, rows = self.layout_of(called.name), called.forward.batch_size or 0
+        grown = layout.has_grown(rows)
+        if path is None and not (called.compiles or grown):
+            return
+        known, traced = path is not None and layout.paths.knows(path, sizes), self.traced()
+        seen = called.looked_at or ((known and traced) if grown else (known or traced))
+        # torch.compile makes few graphs, and batches seldom grow: each is looked at
+        each = called.compiles or grown
+        if not seen and (each or layout.paths.next_due(sizes, turns=bool(layout.turns))):
             self._learn_inside(layout, called, called.forward, None, whole=True)
             self.traces(called.name == FORWARD)
+        elif grown:
+            layout.tried = rows
         if path is not None:
             layout.paths.note(path, sizes, known=known)
 

@@ -226,8 +226,7 @@ class BatchLayout:
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether the model must be run on a few rows before this call; to be asked once a call.
 
-        At the first one, where it has changed its state or is called in another way, and where it has
-        twice as many rows.
+        At the first one, and where it has changed its state or is called in another way.
         """
         if not self.known or self.watch is None or self.watch.changed(args, kwargs):
             return True
@@ -237,10 +236,17 @@ class BatchLayout:
             return True
         if self.turns:  # how many each sample has follows from lengths
             lengths = self.lengths(args, kwargs)
-            if not all(self.folds.has(name, lengths) for name in self.turns):
-                return True
-        rows = self.batch_size(args, kwargs) or 0
-        return rows > 2 * self.tried and self.tried < MANY
+            return not all(self.folds.has(name, lengths) for name in self.turns)
+        return False
+
+    def has_grown(self, rows: int) -> bool:
+        """So many rows are more than twice as many as any batch had that was looked at."""
+        return self.known and not self.flat and rows > 2 * self.tried and self.tried < MANY
+
+    @property
+    def holds_for_any(self) -> bool:
+        """Traced runs of several numbers of rows were the same, which is the proof for any number."""
+        return self.proven and self.tried > 1 and not (self.by_values or self.lenient)
 
     def entries_of(self, args: tuple, kwargs: dict) -> set[Hashable]:
         """The sizes of the entries of each list that holds samples: in a traced run all had the same."""

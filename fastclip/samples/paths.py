@@ -34,6 +34,18 @@ _KEPT = 1024
 """Of a program that changes in every call no more are kept: each holds its sizes."""
 
 
+def can_follow(*, eager: bool = False) -> bool:
+    """Whether operators can be followed here: not in compiled and captured code, in transforms, in
+    backward passes and under torch's profiler.
+
+    Args:
+        eager: what is called runs as it is, though inside compiled code.
+    """
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    elsewhere = captured or current_task() != -1 or transformed() or is_profiled()
+    return FOLLOWS and not elsewhere and (eager or not in_compiled_call())
+
+
 def begin(inputs: list[Tensor], *, eager: bool = False) -> Any:
     """Follow the operators that this thread calls from now on, in a call with these inputs.
 
@@ -41,12 +53,9 @@ def begin(inputs: list[Tensor], *, eager: bool = False) -> Any:
         eager: it runs as it is, though inside compiled code.
 
     Returns:
-        What has a method `stop`, which returns the path. None where operators cannot be followed: in
-        compiled and captured code, in transforms, in backward passes and under torch's profiler.
+        What has a method `stop`, which returns the path; None where operators cannot be followed.
     """
-    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    elsewhere = captured or current_task() != -1 or transformed() or is_profiled()
-    if not FOLLOWS or elsewhere or (not eager and in_compiled_call()):
+    if not can_follow(eager=eager):
         return None
     recording = _path.Recording()
     recording.start(inputs)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import doctor
+from fastclip.backward import traced_step
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples import paths
 from tests.oracle import (
@@ -191,6 +192,36 @@ def test_ways_that_are_independent() -> None:
         x = torch.randn(B - step % 2, T + step // 6, D).double()
         check_step(private, model, x, optimizer)
     assert looks(private) <= 3
+
+
+def test_batches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proven for any number of samples is not learnt again: the step is traced."""
+    traced: list[Any] = []
+    monkeypatch.setattr(traced_step, "JUDGED", [traced.append])
+    model, NOW[:] = Model().double(), [lambda h: h * 2]
+    private, optimizer = make_private(model)[1:3]
+    for size, steps in ((3, 1), (4, 2), (5, 2), (8, 3), (8, 3), (20, 4), (41, 5), (3, 5)):
+        check_step(private, model, torch.randn(size, T, D).double(), optimizer)
+        assert len(traced) == steps
+    assert looks(private) == 1
+
+
+ONLY_IN_LARGE: dict[str, Does] = {
+    "indices": lambda h: h[torch.arange(len(h)).clamp(max=15)],
+    "a slice": lambda h: torch.cat([h[:16], h[16:] - h[16:].mean(0)]),
+    "another operator": lambda h: h.flip(0) if len(h) > 16 else h,
+}
+
+
+@pytest.mark.parametrize("does", ONLY_IN_LARGE.values(), ids=ONLY_IN_LARGE)
+def test_what_only_larger_batches_show(does: Does) -> None:
+    """By operators of the same names and sizes, too."""
+    model, NOW[:] = Model().double(), [does]
+    private, optimizer = make_private(model)[1:3]
+    for _ in range(3):
+        check_step(private, model, torch.randn(B, T, D).double(), optimizer)
+    with pytest.raises(FastclipError):
+        backward(private, torch.randn(40, T, D).double())
 
 
 def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
