@@ -360,6 +360,15 @@ class Probe:
             n: _turns(calls, self.rows) for n, calls in found if any(x is not None for x in calls)
         }
 
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Where samples are, in layers, uses and outputs, and where they meet."""
+        outputs = [(x.name, x.place, x.shadow) for x in self.outputs]
+        kinds = [
+            (n, p, s.mixed, s.degree, s.factor is None, s.flags & ORDER) for n, p, s in outputs
+        ]
+        return self.places, list(self.coupled), kinds
+
     def close(self, output: Any) -> None:
         """The call has returned this."""
         self.returns(output)

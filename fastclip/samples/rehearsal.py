@@ -537,22 +537,22 @@ class _Run:
         """The call has returned."""
         probe = self.probe
         tensors = probe.returns(output)
-        if probe.compares:
-            self.given = Given(probe.shown, tensors)
+        if probe.compares:  # what it leaves is that of the same run without
+            self.given, probe.graph = Given(probe.shown, tensors), None
+            return
         self.derived_of = set() if probe.graph is None else set(probe.graph.leaves)
         kept = Kept(model, probe)
         self.outlets = outlets_of(output, probe.rows)
-        given = () if self.given is None else self.given.outputs
         probe.graph = None
-        held = self._is_held((*tensors, *given))
-        self.left = kept if kept.names or kept.sparse or held else None
+        self.left = kept if kept.names or kept.sparse or self._is_held(tensors) else None
 
     def _is_held(self, given: Collection[Tensor]) -> bool:
         """Something of the batch is still held, except what was returned."""
-        memory = self._tracer.memory
-        if memory.alive(given):
-            gc.collect()
-        return bool(memory.alive(given))
+        for generation in range(3):  # what a run has made is young; all of a heap takes long
+            if not self.memory.alive(given):
+                return False
+            gc.collect(generation)
+        return bool(self.memory.alive(given))
 
     @property
     def by_chance(self) -> bool:
@@ -604,7 +604,7 @@ class _Run:
 
     def gives_the_same(self, other: _Run, question: int) -> bool:
         """Another answer to this question changes no operation; or, if it is whether all of a mask is
-        true, none of the places, outputs and gradients.
+        true or no sample is special, none of the places, outputs and gradients, and that way is proven.
         """
         if self.is_again(other):
             return True
@@ -612,7 +612,8 @@ class _Run:
             return False
         assert self.given is not None
         assert other.given is not None
-        return self.probe.places == other.probe.places and self.given.is_like(other.given)
+        same = self.probe.shape == other.probe.shape and not self.unproven()
+        return same and self.given.is_like(other.given)
 
     @property
     def line(self) -> str:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from fastclip._torch import creation_number, current_node, current_task, number_of
 from fastclip.trace.findings import Cause
 from fastclip.trace.memory import (
+    LEARNED,
+    ORDER,
     RANDOM,
     READ,
     TRAINED,
@@ -73,8 +75,9 @@ class Questions:
 
     Attributes:
         answers: what it got. wanted: what it is to get, by number. whole: of each, whether it is if
-            all of a mask is true. of: the sample that each is about, and the line; None if of several.
-            masks: how many entries masks have.
+            all of a mask is true, or if no sample is special and the answer was that none is. of: the
+            sample that each is about, and the line; None if of several. masks: how many entries masks
+            have.
     """
 
     def __init__(self) -> None:
@@ -85,16 +88,23 @@ class Questions:
         self.masks: set[int] = set()
         self._of_masks: set[int] = set()
         """Memory that says whether all of a mask is true."""
+        self._of_each: dict[int, bool] = {}
+        """Memory that says whether something is so of all samples (True), or of none (False)."""
         self._counts: dict[int, int] = {}
         """Memory that says how many entries of a mask are true, and how many there are."""
 
-    def met(self, kind: Kind, args: tuple, tensors: Sequence[Tensor], out: Any) -> None:
+    def met(
+        self, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow], out: Any
+    ) -> None:  # fmt: skip
         """An operation on samples has run."""
         if not isinstance(out, Tensor) or out.dim() or kind.aliases:
             return
         x, own = tensors[0], key_of(out)
         self._counts.pop(own, None)
+        self._of_each.pop(own, None)
         self._of_masks.discard(own)  # what lay there has been freed
+        if kind.name in ("all", "any") and _is_given(shadows[0]):
+            self._of_each[own] = kind.name == "all"
         if kind.name == "all" and x.numel() in self.masks and not x.is_floating_point():
             self._of_masks.add(own)
         elif kind.name == "sum" and x.numel() in self.masks and x.dtype == torch.bool:
@@ -109,8 +119,16 @@ class Questions:
         self.answers.append(self.wanted.get(len(self.answers), found))
         samples = {k for shadow in shadows for k in shadow.samples}
         self.of.append((samples.pop(), line) if len(samples) == 1 else None)
-        self.whole.append(any(key_of(x) in self._of_masks for x in tensors))
+        keys = [*map(key_of, tensors)]
+        none_special = any(self._of_each.get(key) is found for key in keys)
+        self.whole.append(none_special or any(key in self._of_masks for key in keys))
         return self.answers[-1]
+
+
+def _is_given(shadow: Shadow) -> bool:
+    """Each entry follows from one sample as it was given, whatever its number is."""
+    more = shadow.mixed or shadow.factor is not None or shadow.flags & (ORDER | LEARNED)
+    return shadow.held and not more
 
 
 class Python:

@@ -353,7 +353,7 @@ class Tracer(TorchDispatchMode):
             elif foreign:
                 flags |= FOREIGN
         out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
-        self.questions.met(kind, args, tensors, out)
+        self.questions.met(kind, args, tensors, shadows, out)
         if beside and flags & FOREIGN:
             found = self.shadow_of(out)
             more = {"degree": found.degree, "factor": found.factor}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip.errors import FastclipError
+from fastclip.samples import paths
 from fastclip.samples.questions import unmasked
 from tests.oracle import (
     Batch,
@@ -66,6 +67,20 @@ def warned(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
     return m.second(h)
 
 
+def marked(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """Only where some sample has marks, they count."""
+    return h * mask.clamp(min=1)[..., None] if (mask > 1).any() else h
+
+
+def packed(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """As transformers ask whether any sample consists of several texts, told by a jump of positions."""
+    scores = h @ h.transpose(1, 2)
+    texts = (mask.cumsum(1).diff(dim=1, prepend=mask[:, :1] - 1) != 1).cumsum(1)
+    if not (texts[:, -1] == 0).all():
+        scores = scores.masked_fill(texts[:, None] != texts[:, :, None], -1e4)
+    return scores.softmax(-1) @ h
+
+
 def cells(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
     state = h.new_zeros(len(h), D)
     for step in h.unbind(1):
@@ -92,6 +107,8 @@ PROVEN: dict[str, Does] = {
     "its own mean": lambda m, h, mask: h - h.mean((1, 2), keepdim=True),
     "a mask": masked,
     "a mask that is counted": counted,
+    "a mask of marks": marked,
+    "a mask of positions": packed,
     "weights of instances": normed,
     "scattered into zeros": lambda m, h, mask: m.second(
         torch.zeros(len(h), T, D).to(h).scatter(2, h.argsort(-1), h)
@@ -168,6 +185,17 @@ def detached(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
     return h.detach() if h.mean() > 0.01 else m.second(h) - m.second(h).detach() + h.detach()
 
 
+def seen_by_others(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """Others see samples that have marks, of which there are none."""
+    marks = mask > 1
+    return h - (h * marks[..., None]).mean(0) if marks.any() else h
+
+
+def bounded(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """Whether some sample is out of bounds, where parameters may have put it."""
+    return h.clamp(-2, 2) if (h.abs() > 2).any() else h
+
+
 def by_address(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
     out = torch.zeros_like(h)
     ctypes.memmove(out.data_ptr(), h.data_ptr(), h.numel() * h.element_size())
@@ -176,6 +204,8 @@ def by_address(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
 
 APART: dict[str, Does] = {
     "an address": by_address,
+    "a way that is not taken and mixes": seen_by_others,
+    "a question of what was learned": bounded,
     "a gradient of one's own": lambda m, h, mask: Doubled.apply(h),
     "a hook": hooked,
     "an order by chance": in_an_order,
@@ -282,6 +312,25 @@ def test_coupled(name: str) -> None:
     mask = torch.randint(0, 2, (12, T)).index_fill_(1, torch.tensor(0), 1)
     with pytest.raises(FastclipError):
         row_loss(private(torch.randn(12, T, D).double(), mask)).mean().backward()
+
+
+@pytest.mark.skipif(not paths.FOLLOWS, reason="fastclip._path is not built")
+def test_a_special_sample_comes_later() -> None:
+    """Both ways give the same of the first batch, and not of one that takes the other."""
+
+    def does(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+        return h * mask[..., None] if (mask > 1).any() else h
+
+    private, optimizer = make_private(Model(does).double())[1:3]
+    x, mask = torch.randn(B, T, D).double(), torch.ones(B, T, dtype=torch.int64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        row_loss(private(x, mask)).mean().backward()
+        optimizer.step()
+    assert private.keeper.calls.layouts["forward"].proven
+    mask[2, 0], mask[3:, 1] = 2, 0
+    with pytest.raises(FastclipError, match="computed from itself alone"):
+        private(x, mask)
 
 
 def late_hook(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
