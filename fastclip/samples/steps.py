@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.trace.attribution import UNSEEN, fitted, lie_along
+from fastclip.trace.attribution import UNSEEN
 from fastclip.trace.memory import CHANCE, RANDOM, TRAINED, Shadow, geometry_of, key_of
 from fastclip.trace.numbers import LARGEST
 from fastclip.trace.operation import Kind
@@ -187,9 +187,7 @@ def _follows(one: Any, other: Any, samples: int, others: int) -> bool:
 def _axes(shadow: Shadow, x: Tensor) -> tuple[bool, ...] | None:
     if shadow.sample is None or (shadow.sample.numel() == 1 and int(shadow.sample) == UNSEEN):
         return None  # memory that holds nothing yet is no sample's
-    found = fitted(shadow.sample, x.dim())
-    assert found is not None
-    return tuple(n > 1 and lie_along(found, axis) for axis, n in enumerate(found.shape))
+    return shadow.axes(x.dim())
 
 
 def identity(tracer: Any, x: Tensor, shadow: Shadow, leaves: Mapping[int, object]) -> Operand:

@@ -25,6 +25,7 @@ from fastclip.trace.attribution import (
     everywhere,
     expanded,
     is_mixed,
+    lie_along,
     reduced,
 )
 
@@ -71,8 +72,8 @@ class Shadow:
     """
 
     __slots__ = (
-        "_samples", "degree", "factor", "flags", "held", "joined", "mixed", "part", "partial", "sample",
-        "whole",
+        "_axes", "_samples", "degree", "factor", "flags", "held", "joined", "mixed", "part", "partial",
+        "sample", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +87,7 @@ class Shadow:
         self.partial = self.held and not whole
         self.joined = (self.mixed and degree is None) or bool(flags & ORDER)
         self._samples: frozenset[int] | None = None
+        self._axes: tuple[bool, ...] | None = None
 
     def __repr__(self) -> str:
         if self.sample is None:
@@ -101,6 +103,14 @@ class Shadow:
             own = () if self.sample is None else self.sample.unique().tolist()
             found = self._samples = frozenset(k for k in own if 0 <= k < SEVERAL)
         return found
+
+    def axes(self, dims: int) -> tuple[bool, ...]:
+        """Of a tensor of so many dimensions: along which of its axes entries of several samples lie."""
+        if self._axes is None:
+            own = self.sample
+            several = () if own is None else (lie_along(own, axis) for axis in range(own.dim()))
+            self._axes = tuple(several)
+        return (False,) * (dims - len(self._axes)) + self._axes[max(0, len(self._axes) - dims) :]
 
 
 class Shadows:
