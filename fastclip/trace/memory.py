@@ -256,6 +256,11 @@ class Record:
     def holds_samples(self) -> bool:
         return any(shadow.held for shadow in self.shadows.values())
 
+    @property
+    def has_constants(self) -> bool:
+        """Some entries may follow from no sample."""
+        return self.flat is None or bool((self.flat == NONE).any())
+
 
 class Memory:
     """Shadows by memory. What has no record is a constant."""

@@ -568,8 +568,11 @@ class Tracer(TorchDispatchMode):
         if (base := base_of(x)) is None:
             return
         with self.aside():
-            record, own = self.memory.record(base), self.memory.found(base)
-            if record is None or own is None or own.sample is None:
+            record = self.memory.record(base)
+            if record is None or not record.has_constants:  # without deriving what base holds
+                return
+            own = self.memory.found(base)
+            if own is None or own.sample is None:
                 return
             if law.is_uneven(base, own.sample):
                 flag = BY_VALUE if law.is_branched(self) else ORDER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastclip.trace.attribution import SEVERAL
+from fastclip.trace.memory import geometry_of
 from fastclip.trace.tracer import Tracer
 
 
@@ -41,5 +42,23 @@ def test_a_result_is_remembered_by_its_operands() -> None:
         tracer.seed(columns, 1)
         assert tracer.shadow_of(columns.sum(0)) is tracer.shadow_of(x.sum(1))
         assert tracer.shadow_of(columns.sum(1)).mixed
+    finally:
+        tracer.leave()
+
+
+def test_a_buffer_is_not_derived_at_every_write() -> None:
+    """A part of it costs what the part is, unless constants lie beside."""
+    tracer = Tracer()
+    tracer.enter()
+    try:
+        x, buffer, mixed = torch.randn(4, 3), torch.empty(4, 9), torch.zeros(4, 9)
+        tracer.seed(x)
+        for whole in (buffer, mixed):
+            torch.mul(x, 2, out=whole[:, :3])
+            record = tracer.memory.record(whole)
+            assert record is not None
+            assert (geometry_of(whole) in record.shadows) is (whole is mixed)
+        assert not tracer.shadow_of(buffer[:, :3]).mixed
+        assert tracer.shadow_of(buffer).mixed
     finally:
         tracer.leave()
