@@ -169,16 +169,15 @@ class StepTrace:
 
     # What is traced
 
-    def listen(self, model: nn.Module, draws: Draws, views: int = 1) -> None:
-        """Hear of the batches that iterators of data loaders hand out, until the traced steps are over.
+    def know(self, model: nn.Module) -> None:
+        """What it holds now is constant."""
+        self._constants = [weakref.ref(x) for x in _tensors_in(model)]
 
-        Args:
-            model: whose tensors are constants. draws: of the private loader. views: of each sample.
-        """
+    def listen(self, draws: Draws, views: int = 1) -> None:
+        """Hear of the batches that loaders hand out, in so many views, while steps are to be traced."""
         self._memory.views = views
         if not self.left:
             return
-        self._constants = [weakref.ref(x) for x in _tensors_in(model)]
         me = weakref.ref(self)
 
         def told(iterator: Any, batch: Any) -> None:

@@ -265,6 +265,7 @@ def attach_keeper(
 ) -> None:
     """`m` becomes private for this book-keeper, and `owner` is what a program holds of it."""
     install(m, keeper)
+    keeper.trace.know(m)
     owner.keeper = keeper
     owner.batch_first = batch_first
     owner.loss_reduction = loss_reduction

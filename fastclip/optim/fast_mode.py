@@ -61,7 +61,7 @@ def make_fast(
     )  # fmt: skip
     keeper.batch.accumulation_allowed = not request.sampling.poisson_sampling
     keeper.batch.draws, keeper.batch.views = drawing.draws, request.sampling.views
-    keeper.trace.listen(bare(model._module), drawing.draws, request.sampling.views)
+    keeper.trace.listen(drawing.draws, request.sampling.views)
     releases = Releases(drawing.design, drawing.draws, ledger, ranks)
     optimizer = _make_optimizer(request, making, keeper, releases)
     if request.grad_sample_mode != "ghost":

@@ -80,6 +80,28 @@ def test_steps_are_exact(reduction: str) -> None:
         assert_sums(moved, want, TOLERANCE)
 
 
+class Turning(nn.Module):
+    """Angles that the model holds, as many as there are samples, say nothing of these."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, count), nn.Linear(count, 3)
+        self.register_buffer("angles", torch.rand(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)) * self.angles.cos())
+
+
+def test_what_the_model_holds_is_constant() -> None:
+    """The trace of a step takes nothing of it for samples, so that it is looked at once."""
+    wrapped, optimizer = by_hand(Turning(5).double())
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(wrapped, rows())
+        optimizer.step()
+    assert len(wrapped.keeper.calls.looks) == 1
+
+
 def test_hooks_leave_the_model_itself() -> None:
     model = network()
     twin, x = copy.deepcopy(model), rows()
