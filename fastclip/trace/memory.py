@@ -256,11 +256,6 @@ class Record:
     def holds_samples(self) -> bool:
         return any(shadow.held for shadow in self.shadows.values())
 
-    @property
-    def has_constants(self) -> bool:
-        """Some entries may follow from no sample."""
-        return self.flat is None or bool((self.flat == NONE).any())
-
 
 class Memory:
     """Shadows by memory. What has no record is a constant."""
@@ -327,6 +322,15 @@ class Memory:
         """The shadow of a tensor; None where nothing is known of its memory."""
         record = self.record(x)
         return None if record is None else self.within(record, x)
+
+    def among_constants(self, x: Tensor) -> Attribution:
+        """The sample of every entry, if any lies in memory where some may be of none: else it is not
+        derived, which takes long for a large buffer that is written part by part."""
+        record = self.record(x)
+        flat = None if record is None else record.flat
+        if record is None or (flat is not None and not bool((flat == NONE).any())):
+            return None
+        return self.within(record, x).sample
 
     def within(self, record: Record, x: Tensor) -> Shadow:
         """The shadow of a tensor that lies in the memory of this record."""

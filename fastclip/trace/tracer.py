@@ -568,13 +568,10 @@ class Tracer(TorchDispatchMode):
         if (base := base_of(x)) is None:
             return
         with self.aside():
-            record = self.memory.record(base)
-            if record is None or not record.has_constants:  # without deriving what base holds
+            record, sample = self.memory.record(base), self.memory.among_constants(base)
+            if record is None or sample is None:
                 return
-            own = self.memory.found(base)
-            if own is None or own.sample is None:
-                return
-            if law.is_uneven(base, own.sample):
+            if law.is_uneven(base, sample):
                 flag = BY_VALUE if law.is_branched(self) else ORDER
                 record.flags |= flag
                 record.shadows = {k: law.flagged(self, s, flag) for k, s in record.shadows.items()}
