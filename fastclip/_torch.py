@@ -9,7 +9,6 @@ the functions that need it.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 import weakref
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -27,6 +26,7 @@ from torch._C import _DisableTorchDispatch as Undispatched
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, Variable
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -109,10 +109,6 @@ RECOMPUTATION = "_recomputation_hook"
 """In the names of such hooks while a checkpoint without reentry computes what it has not kept."""
 SAVED_REDUCTION, SAVED_WEIGHT = "_saved_reduction", "_saved_weight"
 """What the nodes of torch's losses hold: a code of the reduction, the weights of the classes."""
-BACKWARD_CODE = getattr(inspect.unwrap(torch.autograd.backward), "__code__", None)
-"""Of the function that waits for a pass: frames that run it hold what it was called with."""
-LOSSES, SEEDS = "tensors", ("grad_tensors", "grad_variables")
-"""Its arguments: the losses, and gradients that were given for them."""
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
@@ -387,7 +383,7 @@ ATTRIBUTES = {
     ),
     "transformers.Trainer": ("_get_train_sampler", "_signature_columns", "_train_batch_size"),
     "torch.ops": ("_schema",),
-    "sys": ("_getframe", "_current_frames"),
+    "sys": ("_getframe",),
     "os": ("_exit",),
     "namedtuple": ("_asdict", "_replace"),
 }  # fmt: skip
@@ -523,10 +519,6 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
-def _listed(x: Any) -> Sequence[Any]:
-    return x if isinstance(x, (tuple, list)) else (x,)
-
-
 class BackwardListener(Protocol):
     """Hears of the backward passes of this process."""
 
@@ -537,46 +529,118 @@ class BackwardListener(Protocol):
         """It is over."""
 
 
-class BackwardListeners:
-    """Those who hear of calls of torch.autograd.backward; they are not kept alive."""
+class BackwardCall(NamedTuple):
+    """What torch.autograd.backward was called with."""
+
+    losses: tuple[Any, ...]
+    """Tensors, or gradient edges."""
+    gradients: tuple[Any, ...]
+    """Those that were given for them; None where none was."""
+
+    @property
+    def seeded(self) -> bool:
+        """One was given, so the losses are not all of what is differentiated."""
+        return any(gradient is not None for gradient in self.gradients)
+
+
+class BackwardCalls:
+    """The calls of torch.autograd.backward that have not returned, and who hears of them.
+
+    `loss.backward()` and reentrant checkpoints look the function up in torch.autograd, where ours stands
+    as long as a private model lives. Who has imported torch's own by name before is not seen.
+    """
 
     def __init__(self) -> None:
-        self._all: WeakSet[BackwardListener] = WeakSet()
+        self._listeners: WeakSet[BackwardListener] = WeakSet()
+        self._models: WeakSet[Any] = WeakSet()
+        self._running: dict[int, list[BackwardCall]] = {}
+        """By thread, the innermost last."""
         self._plain: Any = None
+        self._lock = threading.RLock()
+
+    def running(self) -> BackwardCall | None:
+        """The one whose pass runs here; None where that cannot be told."""
+        own = self._running.get(threading.get_ident())
+        # on a thread of the engine's own, which runs the pass of a device, it waits on another
+        waiting = [own] if own else list(self._running.values())
+        return waiting[0][-1] if len(waiting) == 1 else None
+
+    @property
+    def none_runs(self) -> bool:
+        """A pass that runs was begun by something else."""
+        return not self._running
+
+    def watch(self, model: Any) -> None:
+        """Calls are noted as long as this lives."""
+        self._models.add(model)
+        weakref.finalize(model, self._rest).atexit = False
+        self._begin()
 
     def add(self, listener: BackwardListener) -> None:
-        """It hears of every call from now on."""
-        self._all.add(listener)
-        if self._plain is not None:
-            return
-        self._plain = plain = torch.autograd.backward
-
-        @functools.wraps(plain)
-        def heard(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            listeners = list(self._all)
-            if not listeners or current_task() != -1:
-                return plain(tensors, grad_tensors, *args, **kwargs)
-            losses = [x for x in _listed(tensors) if isinstance(x, Tensor)]
-            gradients = _listed(kwargs.get(SEEDS[1]) if grad_tensors is None else grad_tensors)
-            failed = True
-            try:
-                for listener in listeners:
-                    listener.begins(losses, gradients)
-                plain(tensors, grad_tensors, *args, **kwargs)
-                failed = False
-            finally:
-                for listener in listeners:
-                    listener.ended(failed)
-
-        torch.autograd.backward = heard
+        """It hears of every call from now on, and is not kept alive."""
+        self._listeners.add(listener)
+        self._begin()
 
     def remove(self, listener: BackwardListener) -> None:
         """It hears of no more."""
-        self._all.discard(listener)
-        if not self._all and self._plain is not None:
-            torch.autograd.backward, self._plain = self._plain, None
+        self._listeners.discard(listener)
+        self._rest()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._plain is None:
+                self._plain = torch.autograd.backward
+                torch.autograd.backward = self._heard(self._plain)
+
+    def _rest(self) -> None:
+        """Nobody wants to know any more. What others have put around ours meanwhile stays."""
+        with self._lock:
+            ours = getattr(torch.autograd.backward, "__wrapped__", None) is self._plain
+            if self._plain is not None and ours and not [*self._listeners, *self._models]:
+                torch.autograd.backward, self._plain = self._plain, None
+
+    def _heard(self, plain: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(plain)
+        def heard(
+            tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
+            create_graph: bool = False, grad_variables: Any = None, *args: Any, **kwargs: Any,
+        ) -> None:  # fmt: skip
+            losses, given, old = map(_listed, (tensors, grad_tensors, grad_variables))
+            call = BackwardCall(losses or (), given or old or (None,) * len(losses or ()))
+            run = functools.partial(
+                plain, losses, given, retain_graph, create_graph, old, *args, **kwargs
+            )
+            thread = threading.get_ident()
+            self._running.setdefault(thread, []).append(call)
+            try:
+                return run() if current_task() != -1 else self._told(call, run)
+            finally:
+                self._running[thread].pop()
+                if not self._running[thread]:
+                    del self._running[thread]
+
+        heard._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return heard
+
+    def _told(self, call: BackwardCall, run: Callable[[], None]) -> None:
+        listeners, failed = list(self._listeners), True
+        losses = [x for x in call.losses if isinstance(x, Tensor)]
+        try:
+            for listener in listeners:
+                listener.begins(losses, call.gradients)
+            run()
+            failed = False
+        finally:
+            for listener in listeners:
+                listener.ended(failed)
 
 
-backward_listeners = BackwardListeners()
+def _listed(x: Any) -> tuple[Any, ...] | None:
+    if x is None:
+        return None
+    return (x,) if isinstance(x, (Tensor, GradientEdge)) else tuple(x)
+
+
+backward_calls = BackwardCalls()
 TARGET, TOTAL_WEIGHT = "_saved_target", "_saved_total_weight"
 """What the node of a mean over classes holds: the labels, and the sum of their weights."""

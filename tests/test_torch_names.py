@@ -248,10 +248,45 @@ def test_tensors_that_autograd_is_asked_for() -> None:
         torch.autograd.grad(Noted.apply(x, weight).sum(), [x, weight])
 
 
-def test_the_call_that_waits() -> None:
-    code = _torch.BACKWARD_CODE
-    assert code is not None
-    assert {_torch.LOSSES, *_torch.SEEDS} <= set(code.co_varnames[: code.co_argcount])
+def test_calls_of_backward_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors, lists, generators and edges, and of the innermost; other passes are not."""
+
+    def plain(given, seeds=None, *args, **kwargs):  # with other names, as a library's may have
+        torch.autograd.graph._engine_run_backward(
+            tuple(given), (torch.ones(()),) * 2, False, False, (), allow_unreachable=True,
+            accumulate_grad=True,
+        )  # fmt: skip
+
+    class Model:
+        pass
+
+    seen = []
+    x = torch.ones((), requires_grad=True)
+    y = x * 2
+    x.register_hook(lambda _: seen.append(calls.running()))
+    calls, model, torchs = _torch.BackwardCalls(), Model(), torch.autograd.backward
+    calls.watch(model)
+    z, edge = y * 3, torch.autograd.graph.get_gradient_edge(y)
+    z.backward(retain_graph=True)
+    torch.autograd.backward((t for t in (z, y)), retain_graph=True)
+    torch.autograd.backward(edge, torch.ones(()), retain_graph=True)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        torch.autograd.backward([z], grad_variables=[torch.ones(())], retain_graph=True)
+    torch.autograd.grad(z, x, retain_graph=True)
+    assert [len(call.losses) for call in seen[:4]] == [1, 2, 1, 1]
+    assert seen[0].losses[0] is z
+    assert seen[2].losses == (edge,)
+    assert [call.seeded for call in seen[:4]] == [False, False, True, True]
+    assert seen[4] is None
+    assert calls.none_runs
+    del model
+    assert torch.autograd.backward is torchs
+    monkeypatch.setattr(torch.autograd, "backward", plain)
+    calls.watch(model := Model())
+    torch.autograd.backward([z, y])
+    assert seen[5].losses == (z, y)
+    del model
+    assert torch.autograd.backward is plain
 
 
 def test_what_losses_hold() -> None:

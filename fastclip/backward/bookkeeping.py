@@ -19,14 +19,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from fastclip import ops
 from fastclip._dynamo import disable_dynamo
-from fastclip._torch import Native, at_end_of_pass, current_task
+from fastclip._torch import Native, at_end_of_pass, backward_calls, current_task
 from fastclip.backward import guards, outside
 from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass
 from fastclip.backward.bare import BareLayers
 from fastclip.backward.batch_norm import check_batch_norm
 from fastclip.backward.clipping_state import ClippingState
-from fastclip.backward.criterion import check_loss, running_loss
+from fastclip.backward.criterion import check_begun, check_loss, running_loss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss_scale import running_scale
 from fastclip.backward.not_kept import show
@@ -317,6 +317,7 @@ class BookKeeper:
 
     def _close(self, current: BackwardPass) -> None:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
+        check_begun()
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
         drawn = bool(self.caught is None and self.batch.find(batch_size))
         self.trace.judge(
@@ -397,7 +398,8 @@ class BookKeeper:
             self.sums.clear(self.names)
 
     def _connect(self) -> None:
-        """Calls ask the trace of their step."""
+        """Calls ask the trace of their step; backward passes are known by what began them."""
+        backward_calls.watch(self)
         self.trace.misplaced, self.trace.owns = self.calls.look_again_at_all, self.bare.owns
         self.calls.traces, self.calls.traced = self.trace.again, lambda: self.trace.observing
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastclip._torch import SAVED_REDUCTION, SAVED_WEIGHT
+from fastclip._torch import SAVED_REDUCTION, SAVED_WEIGHT, backward_calls
 from fastclip.backward.loss_graph import Node, running_roots
 from fastclip.backward.loss_scale import is_scaled
 from fastclip.backward.outside import OUTSIDE
@@ -148,6 +148,20 @@ def _weighted(node: Node) -> bool:
         return getattr(node, SAVED_WEIGHT) is not None
     except RuntimeError:  # there was one, and the pass has freed it
         return True
+
+
+def check_begun() -> None:
+    """Refuse a pass whose loss nobody has seen, so that nothing of it could be checked.
+
+    Raises:
+        GraphError: with the way out.
+    """
+    if backward_calls.none_runs:
+        raise GraphError(
+            "the backward pass was not begun by torch.autograd.backward as it is while a private model "
+            "lives, so its loss cannot be checked: call loss.backward(), or torch.autograd.backward by "
+            "that name, instead of a function imported from there or replaced since"
+        )
 
 
 def check_loss(loss: SeenLoss | None, loss_reduction: str, batch_size: int) -> None:

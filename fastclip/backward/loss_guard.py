@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from fastclip._torch import SAVED_REDUCTION, TARGET, TOTAL_WEIGHT, backward_listeners
+from fastclip._torch import SAVED_REDUCTION, TARGET, TOTAL_WEIGHT, backward_calls
 from fastclip.errors import GraphError
 from fastclip.graph import above_private
 
@@ -38,7 +38,7 @@ class LossGuard:
         self.constants = max(constants) if len(constants) == 1 else 0
         self._ignored: list[Tensor] = []
         """How many labels do not count in each mean of the pass under way, []."""
-        backward_listeners.add(self)
+        backward_calls.add(self)
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over."""

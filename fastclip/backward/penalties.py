@@ -17,7 +17,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from fastclip._torch import at_end_of_pass, backward_listeners, current_task
+from fastclip._torch import at_end_of_pass, backward_calls, current_task
 from fastclip.backward.loss_graph import running_roots
 from fastclip.backward.loss_scale import is_scaled, running_scale
 from fastclip.graph import Node, above_private
@@ -65,7 +65,7 @@ class Penalties:
         if form is None:
             return False
         self._forms.add(form)
-        backward_listeners.add(self)
+        backward_calls.add(self)
         return True
 
     def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

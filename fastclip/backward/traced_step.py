@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastclip._dynamo import in_compiled_call
 from fastclip._torch import (
-    backward_listeners,
+    backward_calls,
     batch_listeners,
     current_task,
     number_of,
@@ -307,7 +307,7 @@ class StepTrace:
         self._placed.append(tracer)
         self._step = step = _Step(tracer, Law(tracer))
         tracer.on_outside = partial(watch_outside, weakref.ref(step))
-        backward_listeners.add(self)
+        backward_calls.add(self)
         return step
 
     def end(self) -> None:
@@ -388,7 +388,7 @@ class StepTrace:
         running = None if self._step is None else self._step.tracer
         self._placed[:] = [x for x in self._placed if x is running or not x.leave()]
         if self._step is None and not self._placed:
-            backward_listeners.remove(self)
+            backward_calls.remove(self)
 
     # What a step shows
 

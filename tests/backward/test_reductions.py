@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import threading
 import warnings
@@ -283,6 +284,7 @@ def test_gradients_of_inputs_are_nobodys_business() -> None:
 
 def test_the_loss_is_found_from_a_thread_of_the_engine() -> None:
     """A CUDA device's hooks run on another thread than the call that waits for them."""
+    private = make_private(mlp())[1]
     seen = []
 
     def look(_: Tensor) -> None:
@@ -297,3 +299,12 @@ def test_the_loss_is_found_from_a_thread_of_the_engine() -> None:
     loss.backward()
     assert seen[0].nodes == (loss.grad_fn,)
     assert running_roots() is None
+    del private  # while it lives, calls are noted
+
+
+def test_a_loss_that_nobody_has_seen_is_refused() -> None:
+    private = make_private(mlp())[1]
+    imported = inspect.unwrap(torch.autograd.backward)  # before make_private
+    loss = F.cross_entropy(private(rows()), LABELS)
+    with pytest.raises(GraphError, match=r"not begun by torch\.autograd\.backward"):
+        imported(loss)
