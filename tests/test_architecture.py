@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "errors",
     "checks",
+    "snapshot",
     "forks",
     "files",
     "cache",

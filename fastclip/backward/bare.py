@@ -88,7 +88,8 @@ class BareLayers:
         self.listed = self.taken = 0
         """Calls of bare layers that the last pass has taken: when it ended, and while it ran."""
         self._hooks: list[Any] = []
-        """On gradients of `parameters`, when they were last found to be guards."""
+        """On gradients of `parameters`, when they were last found to be guards: no Snapshot, for it is
+        asked for twice in every pass, and what is new is looked at, not refused."""
         self._planned: tuple[BatchLayout, int] | None = None
         self._begun: Forward | None = None
         """The forward pass that runs, and may have bare layers."""

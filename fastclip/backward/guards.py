@@ -174,7 +174,11 @@ def check_hooks(names: Mapping[nn.Parameter, str], parameters: Collection[nn.Par
 
 
 def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
-    """Refuse parameters that were frozen at make_private and are not any more."""
+    """Refuse parameters that were frozen at make_private and are not any more.
+
+    No Snapshot, nor are `check_alone` and `check_batch_norm`: of a copy of the model it is refused, too,
+    whatever it was when it was made.
+    """
     thawed = [name for parameter, name in frozen.items() if parameter.requires_grad]
     if thawed:
         more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""

@@ -6,19 +6,21 @@ groups, noise, the draw) is not here: it stays outside of the graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import hooks_of_all_modules
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.captured.reach import Reach
 from fastclip.errors import GraphError
 from fastclip.ops.precision import gpu_products
 from fastclip.samples.settings import Settings
 from fastclip.samples.taken import MOST_ROWS
+from fastclip.snapshot import Facts, Snapshot, fact
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -42,64 +44,53 @@ class Frozen:
         self._keeper, self._device = keeper, device
         self._settings = Settings(model)
         self._modules = list(model.modules())
-        plain = [
-            (vars(module), name)
-            for module in self._modules
-            for name, value in vars(module).items()
-            if _is_plain(value)
-        ]
+        items = [(vars(m), name, x) for m in self._modules for name, x in vars(m).items()]
+        plain = [(table, name) for table, name, x in items if _is_plain(x)]
         self._plain: list[Any] = [*zip(*plain, strict=True)] or [(), ()]
-        self._loose = [
-            (vars(module), name)
-            for module in self._modules
-            for name, value in vars(module).items()
-            if isinstance(value, Tensor)
-        ]
-        tables = [pair for module in self._modules for pair in vars(module).items()]
+        self._loose = [(table, name) for table, name, x in items if isinstance(x, Tensor)]
         own = (t for m in self._modules for t in (m._parameters, m._buffers))
         self._filled = [table for table in own if table]
-        self._tables = [table for _, table in tables if isinstance(table, dict)]
+        self._tables = [x for *_, x in items if isinstance(x, dict)]
         """Hooks of each kind, parts, and whatever else is kept so."""
-        self._hooks = [x for name, x in tables if isinstance(x, dict) and name.endswith("_hooks")]
         self._held = self._tensors()
         kinds = dict.fromkeys(map(type, self._modules))
         deeper = [
-            (vars(module), name)
-            for module in self._modules
-            for name, value in vars(module).items()
-            if name not in _OF_MODULES and not (_is_plain(value) or isinstance(value, Tensor))
+            (table, name)
+            for table, name, x in items
+            if name not in _OF_MODULES and not (_is_plain(x) or isinstance(x, Tensor))
         ]
-        hooks = [hook for table in self._hooks for hook in table.values()]
+        tables = [x for _, name, x in items if isinstance(x, dict) and name.endswith("_hooks")]
+        hooks = [hook for table in tables for hook in table.values()]
         known = [*self._modules, *self._held]
         self.reach = Reach([loss_function, *kinds, *hooks], deeper, known)
-        self._seen = self._read()
+        self._snapshot = Snapshot(self._facts())
 
     def changed(self) -> bool:
         """Something of it is not as it was."""
-        changed = bool(self._settings.changed()) or self._read() != self._seen
-        return changed or self.reach.changed()
+        return bool(self._settings.changed() or self._snapshot.changed())
+
+    def _facts(self) -> Iterator[Facts]:
+        yield fact("settings of torch", partial(surroundings, self._device))
+        yield fact("looks at the model", lambda: len(self._keeper.calls.looks))
+        yield Facts(range(len(self._tables)), partial(map, len, self._tables))
+        yield fact("classes", self._kinds)
+        yield Facts(range(len(self._plain[0])), partial(map, dict.get, *self._plain))
+        yield fact("tensors", self._lie)
+        yield from self.reach.facts()
+
+    def _kinds(self) -> list[Any]:
+        kinds = [*map(type, self._modules)]
+        return [kinds, [*map(_FORWARD, kinds)]]
 
     def _tensors(self) -> list[Tensor]:
         found = [x for table in self._filled for x in table.values() if x is not None]
         loose = (table.get(name) for table, name in self._loose)
         return found + [x for x in loose if isinstance(x, Tensor)]
 
-    def _read(self) -> list[Any]:
-        tensors, kinds = self._tensors(), [*map(type, self._modules)]
-        return [
-            surroundings(self._device),
-            len(self._keeper.calls.looks),
-            [*map(len, self._tables)],
-            [*map(list, hooks_of_all_modules())],
-            [*map(list, self._hooks)],  # each has a number of its own: one may take another's place
-            kinds,
-            [*map(_FORWARD, kinds)],
-            [*map(dict.get, *self._plain)],
-            [*map(id, tensors)],
-            [*map(Tensor.data_ptr, tensors)],
-            [*map(Tensor.stride, tensors)],
-            [*map(_KIND, tensors)],
-        ]
+    def _lie(self) -> list[Any]:
+        found = self._tensors()
+        reads = (id, Tensor.data_ptr, Tensor.stride, _KIND)
+        return [[*map(read, found)] for read in reads]
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import chain, islice
-from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+
+from fastclip.snapshot import Facts, which
 
 _DEEPEST, _LONGEST, _MOST = 4, 256, 4096
 """So deep, so many of one container and so many in all are watched; the rest is left to proofs."""
@@ -42,21 +43,18 @@ class Reach:
         self._functions = [*functions]
         self._places: list[Any] = [*zip(*places, strict=True)] or [(), ()]
         self._known = {*map(id, known)}
-        self._objects = [*map(dict.get, *self._places)]
-        self._walked = [k for k, value in enumerate(self._objects) if [*_parts(value)]]
+        objects = [*self._there()]
+        self._walked = [k for k, value in enumerate(objects) if [*_parts(value)]]
         """Numbers of the places whose objects are made of others."""
-        self._held = [*islice(self._read(self._objects), _MOST)]
+        self._held = [*self._read()]
 
-    def changed(self) -> bool:
-        """Something is another object, or another value, than it was."""
-        objects = [*map(dict.get, *self._places)]
-        if not (
-            all(map(is_, objects, self._objects)) or all(map(_is_same, objects, self._objects))
-        ):
-            return True
-        now = [*islice(self._read(objects), _MOST)]
-        same = len(now) == len(self._held) and all(map(_is_same, now, self._held))
-        return not same
+    def facts(self) -> Iterator[Facts]:
+        """Which objects these are; of numbers and text, their values."""
+        yield Facts(range(len(self._places[0])), self._there, which)
+        yield Facts(range(_MOST), self._read, which)
+
+    def _there(self) -> Iterator[Any]:
+        return map(dict.get, *self._places)
 
     def generators(self) -> list[Any]:
         """The states of Python's and NumPy's own generators among it."""
@@ -65,7 +63,10 @@ class Reach:
         held = (getattr(x, "_bit_generator", getattr(x, "bit_generator", x)) for x in numpys)
         return [*states, *(repr(getattr(x, "state", None)) for x in held)]
 
-    def _read(self, objects: list[Any]) -> Iterator[Any]:
+    def _read(self) -> Iterator[Any]:
+        return islice(self._all([*self._there()]), _MOST)
+
+    def _all(self, objects: list[Any]) -> Iterator[Any]:
         seen: set[int] = set()
         for value in (*self._functions, *[objects[k] for k in self._walked]):
             if id(value) not in seen:
@@ -139,8 +140,3 @@ def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _is_of_a_library(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] in _LIBRARIES
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    """One object, or equal numbers and strings."""
-    return x is y or (type(x) is type(y) and isinstance(x, (int, float, str, bytes)) and x == y)

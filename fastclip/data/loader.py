@@ -6,7 +6,7 @@ is the one place that sees every draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -16,7 +16,7 @@ from fastclip.data.iteration import Iteration, reading, refuse_shards, sampler_b
 from fastclip.data.refusals import REORDERED
 from fastclip.data.same_rows import SameRows
 from fastclip.data.sample_keys import Distinct
-from fastclip.data.unchanged import Unchanged
+from fastclip.data.unchanged import check_of
 from fastclip.data.units import UnitBatch
 from fastclip.errors import ArgumentError
 
@@ -48,12 +48,12 @@ def _watch(sampler: Any, draws: Draws, distinct: Distinct | None, same: SameRows
     def watched(self: Any) -> _Watched:
         if same is not None:
             same.check()
-        return _Watched(kind.__iter__(self), draws, distinct, unchanged)
+        return _Watched(kind.__iter__(self), draws, distinct, check)
 
     def reduce(self: Any, protocol: Any) -> Any:
         return _rebuild, (plain, self.__dict__)  # a copy reports to nobody
 
-    unchanged = Unchanged(sampler)
+    check = check_of(sampler)
     methods = {"__iter__": watched, "__reduce_ex__": reduce, "unwatched": plain}
     sampler.__class__ = type(plain.__name__, (kind,), methods)
 
@@ -62,10 +62,11 @@ class _Watched:
     """Iterator over a sampler that tells of each draw, and of being asked when there is none left."""
 
     def __init__(
-        self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None, unchanged: Unchanged
-    ) -> None:
+        self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None,
+        check: Callable[[], None],
+    ) -> None:  # fmt: skip
         refuse_shards(reading())
-        self._rows, self._draws, self._unchanged = rows, draws, unchanged
+        self._rows, self._draws, self._check = rows, draws, check
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration(stream=draws.stream)
         self.released_by: list[Any] = []
@@ -77,7 +78,7 @@ class _Watched:
         return self
 
     def __next__(self) -> Any:
-        self._unchanged.check()
+        self._check()
         filling = self._draws.filling
         if filling is not None and filling.left:
             filling.left -= 1

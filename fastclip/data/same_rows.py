@@ -30,8 +30,8 @@ _BYTES = 2**28
 class SameRows:
     """What a data set was when `make_private` was called.
 
-    Formal guarantee: none: a few rows that change places, and data sets that hold no entry for each
-    row, are not seen.
+    No Snapshot, for entries may change: it is asked where they are now. Formal guarantee: none: a few
+    rows that change places, and data sets that hold no entry for each row, are not seen.
 
     Args:
         dataset: of the loader. unit: int64 [rows], whose each row is, -1 for rows that are never drawn;

@@ -50,7 +50,10 @@ def own_forward(module: Any) -> Any:
 
 
 class Originals:
-    """What the forward pass of a class may go through: its methods, and how attributes are found."""
+    """What the forward pass of a class may go through: its methods, and how attributes are found.
+
+    No Snapshot, for other classes are held against it: subclasses, which may do something else.
+    """
 
     def __init__(self, code: dict[str, Any]) -> None:
         self.code = code

@@ -44,7 +44,10 @@ class Record(ABC):
         self._versions = [*map(version_of, operands)]
 
     def check_unmodified(self) -> None:
-        """Raise if an operand was changed in place since the norm was taken."""
+        """Raise if an operand was changed in place since the norm was taken.
+
+        A record is made in every call of a layer, so it keeps bare versions, as a use and sums do.
+        """
         if [*map(version_of, self._operands)] != self._versions:
             raise written_to()
 

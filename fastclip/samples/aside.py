@@ -55,7 +55,10 @@ class _Kept:
 
 
 class Aside:
-    """The inputs without rows of one kind of call, by the lengths of the others."""
+    """The inputs without rows of one kind of call, by the lengths of the others.
+
+    No Snapshot: in every call they may be other tensors, whose numbers must be the same.
+    """
 
     def __init__(self) -> None:
         self._kept: list[tuple[Way, Lengths, list[_Kept]]] = []

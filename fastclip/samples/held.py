@@ -1,91 +1,75 @@
-"""What holds settings, read by name: mappings, lists, objects with slots, classes."""
+"""Where settings are held, each in one place: mappings, lists, objects with slots, classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from operator import getitem
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-
-class Items:
-    """A list, read by number."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def get(self, number: int) -> Any:
-        """The item of this number."""
-        return self.held[number] if number < len(self.held) else None
+Key = tuple[Hashable, ...]
 
 
-class Slots:
-    """An object that has slots, read by their names, but those that are its own affair."""
+class Place(NamedTuple):
+    """A name in a table.
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
-        slots = [vars(base).get("__slots__", ()) for base in type(held).__mro__]
-        names = [n for own in slots for n in ((own,) if isinstance(own, str) else own)]
-        self.names = [] if isinstance(held, Tensor) else [n for n in names if n[:1] != "_"]
+    Args:
+        key: by which it is known again. read: reads a name of the table.
+    """
 
-    def __len__(self) -> int:
-        return len(self.names)
+    key: Key
+    read: Callable[[Any, Any], Any]
+    table: Any
+    name: Any
 
-    def get(self, name: str) -> Any:
-        """What the slot holds."""
-        return getattr(self.held, name, None)
-
-
-class Scripted(Slots):
-    """A module of TorchScript: whether it trains, and its own tensors."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-        self.names = [
-            n for n, _ in (*held.named_parameters("", False), *held.named_buffers("", False))
-        ]
+    @property
+    def held(self) -> Any:
+        """What stands there now; None in a list that is shorter than it was."""
+        try:
+            return self.read(self.table, self.name)
+        except LookupError:
+            return None
 
 
-class Attributes:
-    """A class, read by name."""
+def places_of(table: Any, names: Iterable[Any], owner: Any = None) -> Iterator[Place]:
+    """Of these names in a list, a mapping, or an object.
 
-    def __init__(self, held: type) -> None:
-        self.held = held
-
-    def __len__(self) -> int:
-        return len(vars(self.held))
-
-    def get(self, name: str) -> Any:
-        """What the class itself holds under this name."""
-        return vars(self.held).get(name)
-
-    def names(self) -> list[str]:
-        """Of its settings, and of its forward."""
-        own = vars(self.held).items()
-        return [n for n, v in own if n == "forward" or not (callable(v) or n.startswith("__"))]
+    Args:
+        owner: whose the table is, where it is made anew (a class's).
+    """
+    read, number = _reader(table), id(table if owner is None else owner)
+    return (Place((number, name), read, table, name) for name in [*names])
 
 
-def native(table: Any) -> Any:
-    """A table as Python's own: a mapping, or a list."""
-    if isinstance(table, Attributes):
-        return vars(table.held)
-    return table.held if isinstance(table, Items) else table
-
-
-def reader(table: Any) -> Callable[[Any, Any], Any]:
-    """What reads a name of such a table; of a list, that is as long as it was."""
+def _reader(table: Any) -> Callable[[Any, Any], Any]:
     if isinstance(table, (list, tuple)):
         return getitem
-    return next((get for get in _READERS if getattr(type(table), "get", None) is get), _get)
+    if not isinstance(table, Mapping):
+        return _attribute
+    return next((get for get in _GETS if getattr(type(table), "get", None) is get), _get)
+
+
+def _attribute(held: Any, name: str) -> Any:
+    return getattr(held, name, None)
 
 
 def _get(table: Any, name: Any) -> Any:
     return table.get(name)
 
 
-_READERS = (dict.get, MappingProxyType.get)
+_GETS = (dict.get, MappingProxyType.get)
+
+
+def slots_of(held: Any) -> list[str]:
+    """Names of an object's slots, but those that are its own affair."""
+    slots = [vars(base).get("__slots__", ()) for base in type(held).__mro__]
+    names = [n for own in slots for n in ((own,) if isinstance(own, str) else own)]
+    return [] if isinstance(held, Tensor) else [n for n in names if n[:1] != "_"]
+
+
+def settings_of(kind: type) -> list[str]:
+    """Names of a class's settings, and of its forward."""
+    own = vars(kind).items()
+    return [n for n, v in own if n == "forward" or not (callable(v) or n.startswith("__"))]

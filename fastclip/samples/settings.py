@@ -6,22 +6,21 @@ their hooks and parts; the attributes of their classes; which version a buffer o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from enum import Enum
 from functools import partial
 from itertools import compress
-from operator import attrgetter, is_, not_
+from operator import attrgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastclip.samples.held import Attributes, Items, Scripted, Slots, native, reader
-from fastclip.samples.hooks import StandingHooks, numbers_of, tables_of_hooks
+from fastclip._torch import hooks_of_all_modules
+from fastclip.samples.held import Key, Place, places_of, settings_of, slots_of
 from fastclip.samples.probe_state import TORCHS, is_object
-
-Key = tuple[Hashable, ...]
+from fastclip.snapshot import Facts, Snapshot
 
 _PLAIN = (
     bool, int, float, str, type(None), Enum, type, torch.dtype,
@@ -31,6 +30,7 @@ _MOST = frozenset({bool, int, float, str, type(None)})
 _DEEPEST = 3
 _LONGEST = 64
 """Containers of settings are no deeper and no longer: what is longer holds data."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_BATCHES = "max_batch_len"
 """What Opacus' recurrent cells note of every batch, first in a first one."""
 
@@ -65,121 +65,129 @@ def is_flag(value: Any) -> bool:
 
 
 class Settings:
-    """The settings of a model, and where they stand."""
+    """The settings of a model, and where they stand.
+
+    It is looked whether the same objects are there; only what may change in itself is read.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._find()
-        self.values: list[Any] = self._read()
-        """What they were when they were last read, in one order."""
-        self._standing = _Standing(self)
+        self._snapshot = Snapshot(self._facts())
 
     def changed(self) -> list[Key]:
         """Which have changed since they were last read."""
-        if self._standing.holds():
+        if self._snapshot.stands():
             return []
-        values, before = self._read(), self.values
-        found: list[Key] = []
-        if values != before:
-            known = dict(zip(self._keys, before, strict=True))
-            outline = len(self._sized) + len(self._held)
-            if values[:outline] != before[:outline]:
-                self._find()
-                values = self._read()
-            self.values = values
-            # what is new stands in what has grown, or in the place of another, which has changed
-            now = zip(self._keys, values, strict=True)
-            found = [key for key, value in now if key in known and known[key] != value]
-        self._standing = _Standing(self)
-        return found
+        found: list[Any] = self._snapshot.changed()
+        if self._outline.isdisjoint(found):
+            self._snapshot = Snapshot(self._facts())
+            return found
+        before = self._snapshot.values()
+        self._find()
+        self._snapshot = Snapshot(self._facts())
+        # what is new stands in what has grown, or in the place of another, which has changed
+        now: Any = self._snapshot.values().items()
+        came = [key for key in found if key not in before]
+        return came + [key for key, value in now if key in before and before[key] != value]
 
     def state(self) -> tuple[Any, ...]:
-        """What of the last values may come again: no numbers, nor which tensors there are, and their
+        """What of their values may come again: no numbers, nor which tensors there are, and their
         versions; of these, which are trained."""
-        start = len(self._sized) + len(self._held)
-        end = start + len(self._plain)
-        plain = (v for v in self.values[start:end] if not is_counter(v))
-        return (*plain, *map(type, self.values[end : end + len(self._tensors)]))
+        plain = (kind(place.held) for place in self._plain)
+        tensors = (place.held for place in self._tensors)
+        return (
+            *(value for value in plain if not is_counter(value)),
+            *(None if x is None else _is_trained(x) for x in tensors),
+        )
 
-    def _read(self) -> list[Any]:
-        return [
-            *map(len, self._sized),
-            *[id(table.get(name)) for table, name in self._held],
-            *[
-                value if type(value := table.get(name)) in _MOST else kind(value)
-                for table, name in self._plain
-            ],
-            *[_version(table.get(name)) for table, name in self._tensors],
-            *numbers_of(self._hooks),
-        ]
+    def _facts(self) -> Iterator[Facts]:
+        yield from self._columns
+        plain = [(p.key, x) for p in self._plain if type(x := p.held) not in _MOST]
+        tensors = [(p.key, x) for p in self._tensors if isinstance(x := p.held, Tensor)]
+        yield _inside([(key, x) for key, x in plain if _is_set(x)], frozenset)
+        yield _inside([(key, x) for key, x in plain if _changes(x)], kind)
+        yield _inside(tensors, _REQUIRES_GRAD)
+        yield _inside([(key, x) for key, x in tensors if not x.requires_grad], _version)
+        empty = [table for table in self._hooks if not table]
+        yield Facts(None, partial(compress, [("hooks", id(table)) for table in empty], empty))
+        full = [table for table in self._hooks if table]
+        hooks = [("hooks", id(table)) for table in full]
+        yield Facts(hooks, lambda: map(tuple, map(_VALUES, full)))
 
     def _find(self) -> None:
-        self._sized: list[Sized] = []
+        self._sized: dict[Key, Sized] = {}
         """What holds settings, and would hold more of them if it grew."""
-        self._held: list[tuple[Any, Any]] = []
+        self._held: list[Place] = []
         """Where it stands, itself."""
-        self._plain: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Any, Any]] = []
+        self._plain: list[Place] = []
+        self._tensors: list[Place] = []
         self._known: set[int] = set()
         for module in self._model.modules():
             self._of_module(module)
-        places = (*self._held, *self._plain, *self._tensors)
-        self._keys: list[Key] = [("size", self._owner(held)) for held in self._sized]
-        self._keys += [(self._owner(table), name) for table, name in places]
-        self._hooks = tables_of_hooks(self._model)
-        self._keys += [("hooks", id(table)) for table in self._hooks]
+        self._hooks = _tables_of_hooks(self._model)
+        self._outline = {*self._sized, *(place.key for place in self._held)}
+        self._columns = [
+            Facts([*self._sized], partial(map, len, [*self._sized.values()])),
+            *_standing(self._held, id),
+            *_standing(self._plain, kind),
+            *_standing(self._tensors, _which),
+        ]
 
     def _of_module(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
-            own = Scripted(module)
-            self._plain.append((own, "training"))
-            self._tensors += [(own, name) for name in own.names]
+            own = (*module.named_parameters("", False), *module.named_buffers("", False))
+            self._plain += places_of(module, ["training"])
+            self._tensors += places_of(module, [name for name, _ in own])
             return
-        self._sized.append(module._modules)
-        self._held += [(module._modules, name) for name in module._modules]
+        self._sized["size", id(module._modules)] = module._modules
+        self._held += places_of(module._modules, module._modules)
         for table in (module._buffers, module._parameters):
-            self._tensors += [(table, name) for name in table]
-        self._plain.append((vars(module), "training"))
+            self._tensors += places_of(table, table)
+        self._plain += places_of(vars(module), ["training"])
         self._home = type(module).__module__
         if self._home.startswith("torch.nn."):
             dims = [name for name in ("dim",) if name in vars(module)]
-            self._plain += [(vars(module), name) for name in ("forward", *dims)]
+            self._plain += places_of(vars(module), ["forward", *dims])
             return
         self._of_table(vars(module), vars(module), 0)
         for base in type(module).__mro__:
             if base.__module__.split(".")[0] not in ("torch", "builtins"):
-                self._of_table(Attributes(base), Attributes(base).names(), _DEEPEST)
+                self._of_table(vars(base), settings_of(base), _DEEPEST, base)
 
-    def _of_table(self, table: Any, names: Iterable[Any], depth: int) -> None:
-        if self._owner(table) in self._known:
+    def _of_table(self, table: Any, names: Iterable[Any], depth: int, owner: Any = None) -> None:
+        number = id(table if owner is None else owner)
+        if number in self._known:
             return
-        self._known.add(self._owner(table))
+        self._known.add(number)
         of_opacus = self._home.startswith("opacus.")
-        if not of_opacus:
-            self._sized.append(table)
-        for name in list(names):
-            value = table.get(name)
+        if not of_opacus and isinstance(table, (list, tuple, Mapping)):
+            self._sized["size", number] = table
+        for place in places_of(table, names, owner):
+            value = place.held
             if isinstance(value, _PLAIN) or _is_set(value) or _is_number(value):
-                if name != "training" and not (of_opacus and name == _OF_BATCHES):
-                    self._plain.append((table, name))
+                if place.name != "training" and not (of_opacus and place.name == _OF_BATCHES):
+                    self._plain.append(place)
             elif is_flag(value):
-                self._tensors.append((table, name))
-            elif depth < _DEEPEST and name not in TORCHS:
-                self._of_value(table, name, value, depth + 1)
+                self._tensors.append(place)
+            elif depth < _DEEPEST and place.name not in TORCHS:
+                self._of_value(place, value, depth + 1)
 
-    def _of_value(self, table: Any, name: Any, value: Any, depth: int) -> None:
+    def _of_value(self, place: Place, value: Any, depth: int) -> None:
+        table: Any = value
+        names: Iterable[Any]
         if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
-            self._held.append((table, name))
-            self._of_table(Items(value), range(len(value)), depth)
+            names = range(len(value))
         elif isinstance(value, Mapping) and len(value) <= _LONGEST:
-            self._held.append((table, name))
-            self._of_table(value, value, depth)
-        elif is_object(value) and not self._is_strange(name, value):
-            self._held.append((table, name))
-            self._of_table(vars(value), vars(value), depth)
-        elif (slots := Slots(value)).names and not self._is_strange(name, value):
-            self._held.append((table, name))
-            self._of_table(slots, slots.names, depth)
+            names = value
+        elif self._is_strange(place.name, value):
+            return
+        elif is_object(value):
+            table = names = vars(value)
+        elif not (names := slots_of(value)):
+            return
+        self._held.append(place)
+        self._of_table(table, names, depth)
 
     def _is_strange(self, name: Any, value: Any) -> bool:
         """Whether its attributes are no settings: it is private, or is called, and is not of the
@@ -187,58 +195,24 @@ class Settings:
         apart = callable(value) or str(name).startswith("_")
         return apart and type(value).__module__ != self._home
 
-    @staticmethod
-    def _owner(table: Any) -> int:
-        return id(table.held if isinstance(table, (Items, Attributes, Slots)) else table)
+
+def _standing(places: Iterable[Place], of: Callable[[Any], Any]) -> Iterator[Facts]:
+    """What stands in these places, in a column for each kind of table."""
+    columns: dict[Any, list[Place]] = {}
+    for place in places:
+        columns.setdefault(place.read, []).append(place)
+    for read, found in columns.items():
+        keys, _, tables, names = zip(*found, strict=True)
+        yield Facts(keys, partial(map, read, tables, names), of)
 
 
-class _Standing:
-    """What stands where settings were read: while all of it does, they are what they were.
-
-    A model has thousands of settings, which every step asks for, and which hardly ever change. So it is
-    looked whether the same objects are there; only what may change in itself is read.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._sized = [*map(native, settings._sized)]
-        self._sizes = [*map(len, self._sized)]
-        self._hooks = StandingHooks(settings._hooks)
-        places = (*settings._held, *settings._plain, *settings._tensors)
-        self._places: dict[Any, tuple[list[Any], list[Any]]] = {}
-        """Tables and names, by what reads them, without a line of Python for each."""
-        for table, name in places:
-            tables, names = self._places.setdefault(reader(native(table)), ([], []))
-            tables.append(native(table))
-            names.append(name)
-        self._objects = self._look()
-        values = [table.get(name) for table, name in settings._plain]
-        self._sets = [value for value in values if _is_set(value)]
-        self._members = [*map(frozenset, self._sets)]
-        self._changeable = [value for value in values if _changes(value)]
-        self._kinds = [*map(kind, self._changeable)]
-        read = [table.get(name) for table, name in settings._tensors]
-        self._tensors = [tensor for tensor in read if tensor is not None]
-        self._trained = [*map(_REQUIRES_GRAD, self._tensors)]
-        self._fixed = [*compress(self._tensors, map(not_, self._trained))]
-        self._versions = [*map(_version, self._fixed)]
-
-    def _look(self) -> list[Any]:
-        return [x for read, places in self._places.items() for x in map(read, *places)]
-
-    def holds(self) -> bool:
-        """Whether nothing has changed."""
-        return (
-            [*map(len, self._sized)] == self._sizes
-            and self._hooks.hold()
-            and all(map(is_, self._look(), self._objects))
-            and self._sets == self._members
-            and [*map(kind, self._changeable)] == self._kinds
-            and [*map(_REQUIRES_GRAD, self._tensors)] == self._trained
-            and [*map(_version, self._fixed)] == self._versions
-        )
+def _inside(objects: list[tuple[Key, Any]], read: Callable[[Any], Any]) -> Facts:
+    """What may change in objects that stay where they are."""
+    return Facts([key for key, _ in objects], partial(map, read, [x for _, x in objects]))
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_VALUES = methodcaller("values")
 
 
 def _changes(value: Any) -> bool:
@@ -246,11 +220,21 @@ def _changes(value: Any) -> bool:
     return type(value) not in _MOST and not _is_set(value) and kind(value) is not value
 
 
-def _version(tensor: Tensor | None) -> Any:
-    """What changes when a buffer or a frozen parameter does, unless it is through `.data`.
+def _is_trained(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
-    Of a parameter that is trained: which one it is.
-    """
-    if tensor is None or tensor.requires_grad:
-        return id(tensor) if isinstance(tensor, nn.Parameter) else None
-    return id(tensor), 0 if tensor.is_inference() else tensor._version
+
+def _which(x: Any) -> int | None:
+    """Which tensor it is; of one that is trained and no parameter, which is made anew, nothing."""
+    return None if _is_trained(x) and not isinstance(x, nn.Parameter) else id(x)
+
+
+def _version(x: Tensor) -> int:
+    """What changes when a buffer or a frozen parameter does, unless it is through `.data`."""
+    return 0 if x.is_inference() else x._version
+
+
+def _tables_of_hooks(model: nn.Module) -> list[dict[int, Any]]:
+    """Where torch keeps the hooks of a model's modules, and of all: any may couple rows."""
+    own = [vars(m)[kind] for m in model.modules() for kind in _HOOKS if kind in vars(m)]
+    return [*own, *hooks_of_all_modules()]

@@ -39,6 +39,8 @@ class Look:
 class Watch:
     """The state in which a model was looked at, and how it was called.
 
+    Settings say what has changed since the last call; here it is decided whether that is looked at.
+
     Args:
         model: what is watched. args, kwargs: of the call that was looked at. read: flattens them.
         axis: of the samples in them.
