@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -40,12 +40,14 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.data._utils.fetch import _BaseDatasetFetcher as Fetcher
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+from fastclip.noted import Noted
 
 __all__ = [
     "CheckpointFunction",  # reentrant checkpoints: its `apply` runs the part without a graph
-    "Fetcher",  # reads the samples of a batch, in whatever process; its `fetch` calls collate_fn
     "LoaderIterator",  # what iter() of a DataLoader gives
     "Native",  # inside, classes of tensors do not hear of functions
     "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
@@ -86,9 +88,6 @@ foreach_add_: Callable[..., None] = torch._foreach_add_
 
 pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
 """What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""
-
-KEYS = "possibly_batched_index"
-"""What `fetch` is given: the keys of a batch."""
 
 plain_results = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a kind of tensors: what is computed of them is plain."""
@@ -360,8 +359,6 @@ def timeout_of(group: Any) -> Any:
 
 # Iterators of DataLoader
 
-NEXT_INDEX = "_next_index"
-"""The method that asks the sampler for a batch: a frame of it says who is asking."""
 SENT, RECEIVED = "_send_idx", "_rcvd_idx"
 """With workers: places of the next batch to be drawn, and of the next to be handed out."""
 YIELDED = "_num_yielded"
@@ -376,7 +373,7 @@ ATTRIBUTES = {
         "_is_full_backward_hook",
     ),
     "torch.nn.Conv2d": ("_reversed_padding_repeated_twice",),
-    "torch.compile": ("_orig_mod",),
+    "torch.compile": ("_orig_mod", "_torchdynamo_disable"),
     "lightning.DDPStrategy": (
         "_start_method", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper",
         "_model_averaging_period",
@@ -470,45 +467,6 @@ def _lifted(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
             TorchDispatchMode.__enter__(mode)
 
 
-class BatchListeners:
-    """Who hears of the batches that iterators of data loaders hand out: (iterator, batch).
-
-    torch's class is changed while somebody listens, for BatchMemoryManager and Accelerate make loaders
-    of their own.
-    """
-
-    def __init__(self) -> None:
-        self._told: list[Callable[[Any, Any], None]] = []
-        self._plain: Any = None
-
-    def add(
-        self, told: Callable[[Any, Any], None], around: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """From now on `told` hears of every batch of this process; batches are drawn in `around()`."""
-        self._told.append(told)
-        if self._plain is not None:
-            return
-        self._plain = plain = LoaderIterator.__next__
-
-        def heard(iterator: Any) -> Any:
-            with around():
-                batch = plain(iterator)
-            for listener in list(self._told):
-                listener(iterator, batch)
-            return batch
-
-        LoaderIterator.__next__ = heard  # type: ignore[method-assign,assignment]
-
-    def remove(self, told: Callable[[Any, Any], None]) -> None:
-        """It hears of no more."""
-        self._told = [other for other in self._told if other is not told]
-        if not self._told and self._plain is not None:
-            LoaderIterator.__next__, self._plain = self._plain, None  # type: ignore[method-assign]
-
-
-batch_listeners = BatchListeners()
-
-
 def creation_number() -> int:
     """The number that the next node of this thread's graph gets."""
     return torch._C._autograd._get_sequence_nr()
@@ -517,6 +475,37 @@ def creation_number() -> int:
 def number_of(node: Any) -> int:
     """The number that a node of the graph got when it was made."""
     return node._sequence_nr()
+
+
+class BatchCalls(Noted):
+    """Iterators of data loaders are asked for a batch, and who hears of what they hand out.
+
+    It is torch's class that is watched, for BatchMemoryManager and Accelerate make loaders of their own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(LoaderIterator, "__next__")
+        self._told: dict[Any, Callable[[], AbstractContextManager[None]]] = {}
+
+    def add(
+        self, told: Callable[[Any, Any], None], around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """From now on `told` hears of every batch: (iterator, batch). They are drawn in `around()`."""
+        self._told[told] = around
+        self.watch(told)
+
+    def remove(self, told: Callable[[Any, Any], None]) -> None:
+        """It hears of no more."""
+        self._told.pop(told, None)
+        self.forget(told)
+
+    def _called(self, plain: Callable[..., Any], iterator: Any) -> Any:  # type: ignore[override]
+        around = next(iter(self._told.values()), nullcontext)
+        with self._noting(iterator), around():
+            batch = plain(iterator)
+        for told in list(self._told):
+            told(iterator, batch)
+        return batch
 
 
 class BackwardListener(Protocol):
@@ -543,84 +532,54 @@ class BackwardCall(NamedTuple):
         return any(gradient is not None for gradient in self.gradients)
 
 
-class BackwardCalls:
-    """The calls of torch.autograd.backward that have not returned, and who hears of them.
+class BackwardCalls(Noted):
+    """The calls of torch.autograd.backward, and who hears of them.
 
-    `loss.backward()` and reentrant checkpoints look the function up in torch.autograd, where ours stands
-    as long as a private model lives. Who has imported torch's own by name before is not seen.
+    `loss.backward()` and reentrant checkpoints look it up in torch.autograd. What was imported from
+    there by name before is not seen.
     """
 
     def __init__(self) -> None:
+        super().__init__(torch.autograd, "backward")
         self._listeners: WeakSet[BackwardListener] = WeakSet()
-        self._models: WeakSet[Any] = WeakSet()
-        self._running: dict[int, list[BackwardCall]] = {}
-        """By thread, the innermost last."""
-        self._plain: Any = None
-        self._lock = threading.RLock()
 
     def running(self) -> BackwardCall | None:
         """The one whose pass runs here; None where that cannot be told."""
-        own = self._running.get(threading.get_ident())
+        own = self.innermost()
         # on a thread of the engine's own, which runs the pass of a device, it waits on another
-        waiting = [own] if own else list(self._running.values())
-        return waiting[0][-1] if len(waiting) == 1 else None
+        waiting = [[own]] if own is not None else [*self._running.values()]
+        return next(reversed(waiting[0]), None) if len(waiting) == 1 else None
 
     @property
     def none_runs(self) -> bool:
         """A pass that runs was begun by something else."""
         return not self._running
 
-    def watch(self, model: Any) -> None:
-        """Calls are noted as long as this lives."""
-        self._models.add(model)
-        weakref.finalize(model, self._rest).atexit = False
-        self._begin()
-
     def add(self, listener: BackwardListener) -> None:
         """It hears of every call from now on, and is not kept alive."""
         self._listeners.add(listener)
-        self._begin()
+        self.watch(listener)
 
     def remove(self, listener: BackwardListener) -> None:
         """It hears of no more."""
         self._listeners.discard(listener)
-        self._rest()
+        self.forget(listener)
 
-    def _begin(self) -> None:
-        with self._lock:
-            if self._plain is None:
-                self._plain = torch.autograd.backward
-                torch.autograd.backward = self._heard(self._plain)
-
-    def _rest(self) -> None:
-        """Nobody wants to know any more. What others have put around ours meanwhile stays."""
-        with self._lock:
-            ours = getattr(torch.autograd.backward, "__wrapped__", None) is self._plain
-            if self._plain is not None and ours and not [*self._listeners, *self._models]:
-                torch.autograd.backward, self._plain = self._plain, None
-
-    def _heard(self, plain: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(plain)
-        def heard(
-            tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
-            create_graph: bool = False, grad_variables: Any = None, *args: Any, **kwargs: Any,
-        ) -> None:  # fmt: skip
-            losses, given, old = map(_listed, (tensors, grad_tensors, grad_variables))
-            call = BackwardCall(losses or (), given or old or (None,) * len(losses or ()))
-            run = functools.partial(
-                plain, losses, given, retain_graph, create_graph, old, *args, **kwargs
-            )
-            thread = threading.get_ident()
-            self._running.setdefault(thread, []).append(call)
-            try:
-                return run() if current_task() != -1 else self._told(call, run)
-            finally:
-                self._running[thread].pop()
-                if not self._running[thread]:
-                    del self._running[thread]
-
-        heard._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return heard
+    def _called(  # type: ignore[override]
+        self, plain: Callable[..., None], tensors: Any, grad_tensors: Any = None,
+        retain_graph: bool | None = None, create_graph: bool = False, grad_variables: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        losses, given, old = map(_listed, (tensors, grad_tensors, grad_variables))
+        call = BackwardCall(losses or (), given or old or (None,) * len(losses or ()))
+        run = functools.partial(
+            plain, losses, given, retain_graph, create_graph, old, *args, **kwargs
+        )
+        with self._noting(call):
+            if current_task() == -1:
+                self._told(call, run)
+            else:
+                run()
 
     def _told(self, call: BackwardCall, run: Callable[[], None]) -> None:
         listeners, failed = list(self._listeners), True
@@ -642,5 +601,24 @@ def _listed(x: Any) -> tuple[Any, ...] | None:
 
 
 backward_calls = BackwardCalls()
+batch_calls = BatchCalls()
+_loader_calls = Noted(DataLoader, "__iter__")
+sampler_calls = Noted(LoaderIterator, "_next_index")
+"""An iterator of a data loader asks its sampler for a batch: (iterator,)."""
+fetch_calls = Noted(_MapDatasetFetcher, "fetch")
+"""Samples of a data set are read, in whatever process, and collate_fn is called: (fetcher, keys)."""
+
+
+def watch_loaders(asker: Any) -> None:
+    """It is known whether data loaders run as long as this lives."""
+    _loader_calls.watch(asker)
+    batch_calls.watch(asker)
+
+
+def loader_runs() -> bool:
+    """Whether what runs on this thread is a data loader, which begins a pass or gives a batch."""
+    return _loader_calls.innermost() is not None or batch_calls.innermost() is not None
+
+
 TARGET, TOTAL_WEIGHT = "_saved_target", "_saved_total_weight"
 """What the node of a mean over classes holds: the labels, and the sum of their weights."""

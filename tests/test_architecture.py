@@ -15,6 +15,7 @@ ORDER = (
     "errors",
     "checks",
     "snapshot",
+    "noted",
     "forks",
     "files",
     "cache",

@@ -25,19 +25,16 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastclip import _dynamo, _opacus, _torch
+from fastclip import _dynamo, _opacus, _torch, noted
 from fastclip.parallel.shards import Shards
 from tests.refusal import refused
 
 
-class Streamed(IterableDataset):
-    """Numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
+class Owner:
+    """Somebody who asks."""
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +145,7 @@ def test_handles_that_opacus_removes() -> None:
 def test_attributes_of_wrappers() -> None:
     layer = nn.Linear(1, 1)
     assert torch.compile(layer)._orig_mod is layer
+    assert torch.compiler.disable(lambda: None)._torchdynamo_disable  # type: ignore[attr-defined]
     ghost = opacus.grad_sample.GradSampleModuleFastGradientClipping(layer, max_grad_norm=1.0)
     ghost(torch.ones(2, 1, requires_grad=True)).sum().backward()
     assert ghost.get_norm_sample() is ghost._per_sample_gradient_norms
@@ -257,14 +255,11 @@ def test_calls_of_backward_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             accumulate_grad=True,
         )  # fmt: skip
 
-    class Model:
-        pass
-
     seen = []
     x = torch.ones((), requires_grad=True)
     y = x * 2
     x.register_hook(lambda _: seen.append(calls.running()))
-    calls, model, torchs = _torch.BackwardCalls(), Model(), torch.autograd.backward
+    calls, model, torchs = _torch.BackwardCalls(), Owner(), torch.autograd.backward
     calls.watch(model)
     z, edge = y * 3, torch.autograd.graph.get_gradient_edge(y)
     z.backward(retain_graph=True)
@@ -282,7 +277,7 @@ def test_calls_of_backward_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     del model
     assert torch.autograd.backward is torchs
     monkeypatch.setattr(torch.autograd, "backward", plain)
-    calls.watch(model := Model())
+    calls.watch(model := Owner())
     torch.autograd.backward([z, y])
     assert seen[5].losses == (z, y)
     del model
@@ -464,16 +459,22 @@ def test_iterators_of_loaders(workers: int) -> None:
         def __iter__(self) -> Iterator[list[int]]:
             for i in range(4):
                 if threading.current_thread() is threading.main_thread():
-                    Rows.asking = sys._getframe(1).f_code.co_name
+                    Rows.asking = calls.innermost()
                 yield [i]
 
     rows: Any = Rows()
+    before = _torch.LoaderIterator._next_index
+    calls = noted.Noted(_torch.LoaderIterator, "_next_index")
+    calls.watch(owner := Owner())
     reader = iter(DataLoader(range(4), batch_sampler=rows, num_workers=workers))
     assert isinstance(reader, _torch.LoaderIterator)
     assert getattr(reader, _torch.INDEX_SAMPLER) is rows
     next(reader)
     next(reader)
-    assert Rows.asking == _torch.NEXT_INDEX
+    assert Rows.asking == (reader,)
+    assert calls.innermost() is None
+    del owner
+    assert _torch.LoaderIterator._next_index is before
     assert getattr(reader, _torch.YIELDED) == 2
     if workers:
         assert getattr(reader, _torch.RECEIVED) == 2
@@ -481,17 +482,42 @@ def test_iterators_of_loaders(workers: int) -> None:
     assert hasattr(reader, _torch.SENT) == bool(workers)
 
 
-@pytest.mark.parametrize("rows", [range(4), Streamed()])
-def test_collate_functions_are_called_by_a_fetcher(rows: Any) -> None:
-    def collate(items: list[int]) -> tuple[Any, list[int]]:
-        frame = sys._getframe(1)
-        assert isinstance(frame.f_locals["self"], _torch.Fetcher)
-        assert frame.f_code.co_name == "fetch"
-        return frame.f_locals[_torch.KEYS], items
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_that_run(workers: int) -> None:
+    """When they draw seeds, numbers of samples, and samples; not between batches."""
+    seen = []
 
-    keys, items = next(iter(DataLoader(rows, 2, collate_fn=collate)))
-    assert len(keys) == 2
-    assert items == [0, 1]
+    class Rows(torch.utils.data.Sampler):
+        def __iter__(self) -> Iterator[int]:
+            for i in range(2):
+                seen.append(_torch.loader_runs())
+                yield i
+
+    class Drawn(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if threading.current_thread() is threading.main_thread():
+                seen.append(_torch.loader_runs())
+            return func(*args, **(kwargs or {}))
+
+    owner = Owner()
+    _torch.watch_loaders(owner)
+    with Drawn():
+        reader = iter(DataLoader(range(2), sampler=Rows(), num_workers=workers))
+    assert len(seen) > 0
+    assert not _torch.loader_runs()
+    next(reader)
+    assert all(seen)
+    assert not _torch.loader_runs()
+
+
+def test_collate_functions_are_called_by_a_fetcher() -> None:
+    def collate(items: list[int]) -> tuple[Any, list[int]]:
+        return _torch.fetch_calls.innermost()[1], items
+
+    owner = Owner()
+    _torch.fetch_calls.watch(owner)
+    keys, items = next(iter(DataLoader(range(4), 2, collate_fn=collate)))
+    assert keys == items == [0, 1]
 
 
 def test_padding_is_one_function() -> None:

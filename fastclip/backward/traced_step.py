@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from fastclip._dynamo import in_compiled_call
 from fastclip._torch import (
     backward_calls,
-    batch_listeners,
+    batch_calls,
     current_task,
     number_of,
     transformed,
@@ -184,13 +184,13 @@ class StepTrace:
             leave_late()
             trace = me()
             if trace is None or not trace.wanted:
-                batch_listeners.remove(told)
+                batch_calls.remove(told)
             elif draws.reads(iterator):
                 trace.handed(iterator, batch, draws.in_hand)
 
-        self._remove = partial(batch_listeners.remove, told)
-        batch_listeners.add(told, all_aside)  # the next batch is drawn beside the step
-        weakref.finalize(self, batch_listeners.remove, told)
+        self._remove = partial(batch_calls.remove, told)
+        batch_calls.add(told, all_aside)  # the next batch is drawn beside the step
+        weakref.finalize(self, batch_calls.remove, told)
 
     @property
     def wanted(self) -> bool:

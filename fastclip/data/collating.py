@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from fastclip._opacus import without_empty
-from fastclip._torch import KEYS, Fetcher
+from fastclip._torch import fetch_calls
 from fastclip.data.batch_law import Fault, Law, Leaf, Node, leaves, opened
-from fastclip.data.callers import given_to
 from fastclip.data.collate_probe import Probe, repeated_rows
 from fastclip.data.collate_trace import CollateTrace
 from fastclip.data.item_changes import alike_items
@@ -68,6 +67,7 @@ class CheckedCollate(Checks):
         self._start()
 
     def _start(self) -> None:
+        fetch_calls.watch(self)
         self._seen: Counter[Any] = Counter()
         self._spare: list[Any] = []
         self._trace: CollateTrace | None = None
@@ -245,7 +245,7 @@ def check_collate(loader: DataLoader, *, batch_first: bool = True) -> None:
 
 def _of_several() -> bool:
     """Whether the data set was asked for several samples by one key, so that an item is not one."""
-    keys = given_to(Fetcher, "fetch", KEYS)
+    _, keys = fetch_calls.innermost() or (None, None)
     several = (list, slice, range, set, frozenset, np.ndarray, Tensor)
     return isinstance(keys, (list, tuple)) and any(
         isinstance(key, several) and getattr(key, "shape", None) != () for key in keys

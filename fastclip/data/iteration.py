@@ -13,8 +13,7 @@ from typing import Any
 
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
-from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
-from fastclip.data.callers import calling
+from fastclip._torch import INDEX_SAMPLER, RECEIVED, SENT, YIELDED, sampler_calls
 from fastclip.data.refusals import AT_ONCE, HALVES, ONE_PASS, SHARDED, SHARED, TOO_MANY
 from fastclip.data.units import UnitBatch
 from fastclip.errors import ArgumentError, BatchSizeError, StepError
@@ -201,7 +200,8 @@ def reading() -> Any:
     It may be any DataLoader around the sampler (BatchMemoryManager's, Accelerate's), of which nothing
     but this call is to be seen.
     """
-    return calling(LoaderIterator, NEXT_INDEX)
+    found = sampler_calls.innermost()
+    return None if found is None else found[0]
 
 
 def samplers_around(who: Any) -> Iterator[Any]:
@@ -231,6 +231,16 @@ def sampler_between(who: Any) -> str | None:
         if not isinstance(sampler, BatchSplittingSampler) and not _accelerates(sampler):
             return type(sampler).__name__
     return None
+
+
+def most_rows(who: Any) -> int | None:
+    """Rows of a physical batch into which a draw is cut; None where it is not.
+
+    Args:
+        who: the iterator of the DataLoader that draws.
+    """
+    cuts = [s.max_batch_size for s in samplers_around(who) if isinstance(s, BatchSplittingSampler)]
+    return int(cuts[-1]) if cuts else None
 
 
 def refuse_shards(who: Any) -> None:

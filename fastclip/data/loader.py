@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from fastclip._torch import sampler_calls
 from fastclip.data.draws import Draws
-from fastclip.data.iteration import Iteration, reading, refuse_shards, sampler_between
+from fastclip.data.iteration import Iteration, most_rows, reading, refuse_shards, sampler_between
 from fastclip.data.refusals import REORDERED
 from fastclip.data.same_rows import SameRows
 from fastclip.data.sample_keys import Distinct
@@ -53,6 +54,7 @@ def _watch(sampler: Any, draws: Draws, distinct: Distinct | None, same: SameRows
     def reduce(self: Any, protocol: Any) -> Any:
         return _rebuild, (plain, self.__dict__)  # a copy reports to nobody
 
+    sampler_calls.watch(draws)
     check = check_of(sampler)
     methods = {"__iter__": watched, "__reduce_ex__": reduce, "unwatched": plain}
     sampler.__class__ = type(plain.__name__, (kind,), methods)
@@ -90,8 +92,10 @@ class _Watched:
             raise
         count = len(drawn) if self._distinct is None else self._distinct.check(drawn)
         units = drawn if isinstance(drawn, UnitBatch) else None
-        if units is not None and (name := sampler_between(reading())):
-            raise ArgumentError(REORDERED.format(name=name))
+        if units is not None:
+            if name := sampler_between(reading()):
+                raise ArgumentError(REORDERED.format(name=name))
+            units.most = most_rows(reading())
         # another model's loader may be this one: then both hear of one draw
         self.released_by = self._rows.released_by if isinstance(self._rows, _Watched) else []
         at_once = self._draws.at_once or count != len(drawn)

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
-from fastclip.data.callers import calling
 from fastclip.errors import BatchSizeError
 from fastclip.ops.units import UnitRows
 
@@ -71,6 +69,8 @@ class UnitBatch(list):
     ) -> None:
         super().__init__(rows)
         self.sizes, self.largest, self.reduction = tuple(sizes), largest, reduction
+        self.most: int | None = None
+        """Rows of a physical batch, where a splitting sampler draws."""
         self.cuts: list[range] | None = None
         """The parts that a splitting sampler was given, as places in this list."""
 
@@ -84,7 +84,7 @@ class UnitBatch(list):
         plain: list[Any] = [_plain(a) for a in args]
         if function is not np.array_split or kwargs or args[0] is not self:
             return function(*plain, **kwargs)
-        most = _physical_rows()
+        most = self.most
         if most is None:
             return function(*plain)
         if self.largest > most:
@@ -105,9 +105,3 @@ class UnitBatch(list):
 def _plain(value: Any) -> Any:
     """Lists in the place of unit batches, nested ones included."""
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _physical_rows() -> int | None:
-    """`max_physical_batch_size` of the BatchMemoryManager whose sampler is splitting just now."""
-    sampler = calling(BatchSplittingSampler)
-    return None if sampler is None else int(sampler.max_batch_size)

@@ -127,13 +127,6 @@ def _owner(file: str) -> str:
     return "hidden" if file.startswith(_STANDARD) else "user"
 
 
-def is_a_loaders(frame: FrameType | None) -> bool:
-    """Whether a DataLoader is what runs."""
-    while frame is not None and "/torch/utils/data/" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _shown(frame: FrameType) -> str:
     return f"{basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 

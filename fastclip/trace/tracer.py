@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,12 +16,14 @@ from fastclip._torch import (
     base_of,
     current_task,
     hear_exports,
+    loader_runs,
     place_beneath,
     take_away,
+    watch_loaders,
 )
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, law, layers  # noqa: F401 - they register their rules
-from fastclip.trace.findings import BY_PYTHON, Cause, Lines, Read, Report, is_a_loaders
+from fastclip.trace.findings import BY_PYTHON, Cause, Lines, Read, Report
 from fastclip.trace.memory import (
     BY_VALUE,
     CHANCE,
@@ -174,6 +175,7 @@ class Tracer(TorchDispatchMode):
             if not RUNNING:
                 _AFTERWARDS.extend((run_eagerly(), hear_exports(_export)))
             RUNNING.append(self)
+            watch_loaders(self)
         return self._thread is not None
 
     @property
@@ -273,13 +275,11 @@ class Tracer(TorchDispatchMode):
             Of what they are: "several samples", "one sample" or "chance".
         """
         held = [shadow for shadow in shadows if shadow.held]
-        of = "chance"
         self.memory.lengths_read |= what.startswith(("lengths", "number of"))
-        if not held and is_a_loaders(sys._getframe(1)):
-            return of  # the seed of its workers
-        if held:
-            mixed = any(s.mixed or (not each and s.sample.unique().numel() > 1) for s in held)  # type: ignore[union-attr]
-            of = "several samples" if mixed else "one sample"
+        if not held and loader_runs():
+            return "chance"  # the seed of its workers
+        mixed = any(s.mixed or (not each and s.sample.unique().numel() > 1) for s in held)  # type: ignore[union-attr]
+        of = ("several samples" if mixed else "one sample") if held else "chance"
         found = Read("item" if what == "_local_scalar_dense" else what, of, self.lines.current())
         if found not in self.report.reads:
             self.report.reads.append(found)

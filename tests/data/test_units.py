@@ -66,6 +66,7 @@ def test_opacus_sampler_splits_between_units() -> None:
     """Row by row it would cut the nine rows into 3 + 3 + 3, in the middle of the second unit."""
     optimizer = Optimizer()
     drawn = batch([2, 3, 1, 3])
+    drawn.most = 4  # as a private loader's sampler says
     split = BatchSplittingSampler(
         sampler=[drawn, batch([]), batch([4])], max_batch_size=4, optimizer=optimizer
     )
@@ -79,9 +80,9 @@ def test_opacus_sampler_splits_between_units() -> None:
 @pytest.mark.parametrize("drawn", [[1], [1, 5]])
 def test_opacus_sampler_is_refused_at_once_where_a_unit_may_not_fit(drawn: list[int]) -> None:
     """Whichever units were drawn first: the largest of the data set counts."""
-    split = BatchSplittingSampler(
-        sampler=[batch(drawn, largest=5)], max_batch_size=4, optimizer=Optimizer()
-    )
+    units = batch(drawn, largest=5)
+    units.most = 4
+    split = BatchSplittingSampler(sampler=[units], max_batch_size=4, optimizer=Optimizer())
     with refused("allow physical batches of 5 rows", BatchSizeError):
         list(split)
 
