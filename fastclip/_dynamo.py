@@ -77,21 +77,6 @@ def graphs_made() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def in_compiled_call() -> bool:
-    """Whether a compiled function has been called and has not returned: it then takes out of force what
-    modes were opened inside.
-    """
-    frame: Any = sys._getframe(1) if can_compile() else None
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith("_dynamo/eval_frame.py"):
-            owner = type(frame.f_locals.get("self")).__name__
-            if code.co_name == "compile_wrapper" or owner == "OptimizeContext":
-                return True
-        frame = frame.f_back
-    return False
-
-
 def run_eagerly() -> Callable[[], None]:
     """Compiled functions run as they are written from now on: under a mode dynamo would mark them as
     never to be compiled.

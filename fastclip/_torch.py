@@ -8,6 +8,7 @@ the functions that need it.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter, methodcaller
+from types import CodeType
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -175,7 +177,7 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
 
 def called_with(module: nn.Module) -> tuple[tuple, dict] | None:
     """(args, kwargs) with which the module was called whose forward runs, before hooks saw them; None if
-    that is not known.
+    that is not known. (A hook of ours would be one of several, and slow every module down.)
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -230,6 +232,60 @@ def is_profiled() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+# Frames: read only where no public way tells what runs above
+
+CallingPlace = tuple[tuple[CodeType, int], ...]
+"""Code, and the instruction in it, of a call, and of that which it was made for."""
+
+
+def calling_place(above: int, passed_by: tuple[str, ...]) -> CallingPlace:
+    """From where the function that runs was called.
+
+    torch does not tell whoever overrides a function, and the number of the call would not do: after a
+    loop of other length, or a branch, it would be another call's.
+
+    Args:
+        above: so many frames. passed_by: ends of the names of files that do not call by themselves.
+    """
+    frame: Any = sys._getframe(above + 1)
+    while (code := frame.f_code).co_filename.endswith(passed_by):
+        frame = frame.f_back
+    places = [(code, frame.f_lasti)]
+    while code.co_filename.endswith("torch/nn/functional.py"):  # who has called F.embedding
+        frame = frame.f_back
+        code = frame.f_code
+        if not any(folder in code.co_filename for folder in ("/torch/", "/fastclip/")):
+            places.append((code, frame.f_lasti))
+    return tuple(places)
+
+
+_PRECALL = dis.opmap.get("PRECALL")
+
+
+def settled(place: CallingPlace) -> CallingPlace:
+    """The same for all calls from there: Python 3.11 calls built-in functions (operator.mul, sum) from
+    the instruction before CALL, once their line has run some times."""
+    if _PRECALL is None:
+        return place
+    before = (code.co_code[last] == _PRECALL for code, last in place)
+    return tuple((x, n + 4 * early) for (x, n), early in zip(place, before, strict=True))
+
+
+def in_compiled_call() -> bool:
+    """Whether a compiled function has been called and has not returned: it then takes out of force what
+    modes were opened inside. Where it has not compiled what runs, as here, torch does not tell.
+    """
+    frame: Any = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("_dynamo/eval_frame.py"):
+            owner = type(frame.f_locals.get("self")).__name__
+            if code.co_name == "compile_wrapper" or owner == "OptimizeContext":
+                return True
+        frame = frame.f_back
+    return False
+
+
 # Settings of torch
 
 are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
@@ -276,7 +332,8 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
 
     Args:
         told: called before, with the method's name and the tensor, but not for this package's own calls,
-            nor for addresses that torch asks for.
+            nor for addresses that torch asks for: their frames say whose they are, for torch asks inside
+            of operators that the user calls.
 
     Returns:
         Ends it.

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._dynamo import in_compiled_call
 from fastclip._torch import (
     backward_calls,
     batch_calls,
     current_task,
+    in_compiled_call,
     number_of,
     transformed,
 )

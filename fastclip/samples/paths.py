@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._dynamo import in_compiled_call
-from fastclip._torch import current_task, is_profiled, transformed
+from fastclip._torch import current_task, in_compiled_call, is_profiled, transformed
 from fastclip.compiled import of_this_torch
 from fastclip.trace.tracer import ASIDE
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._dynamo import in_compiled_call, run_eagerly
+from fastclip._dynamo import run_eagerly
 from fastclip._torch import (
     TorchDispatchMode,
     base_of,
     current_task,
     hear_exports,
+    in_compiled_call,
     loader_runs,
     place_beneath,
     take_away,
@@ -127,8 +128,7 @@ class Tracer(TorchDispatchMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.known, self.probes, self.idle = known, probes, 0
-        self.shadows = SHADOWS
-        self.memory = memory or Memory(self.shadows)
+        self.shadows, self.memory = SHADOWS, memory or Memory(SHADOWS)
         self.report, self.lines = Report(), Lines()
         self.read_by_python = False
         """Numbers of samples have left torch in this step."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dis
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fastclip._torch import CallingPlace, calling_place, settled
 from fastclip.uses.proxy import Derived, parameters_of
 from fastclip.uses.rule import plain_name
 
-_PRECALL = dis.opmap.get("PRECALL")
 _NOT_A_CALLER = (
     "torch/overrides.py", "torch/_tensor.py", "fastclip/uses/composite.py",
     "fastclip/uses/interceptor.py", "fastclip/uses/proxy.py", "fastclip/model/model_loss.py",
@@ -21,12 +18,11 @@ _NOT_A_CALLER = (
 
 
 class Key(NamedTuple):
-    """By which a use is known again: function, parameters, line of code, dimensions of the rest."""
+    """By which a use is known again: function, parameters, place in the code, dimensions of the rest."""
 
     label: str
     private: tuple[int, ...]
-    code: Any
-    line: int
+    place: CallingPlace
     dims: tuple[int, ...]
 
 
@@ -43,12 +39,9 @@ class Keys:
 
     def of(self, func: Callable, private: list[Any], plain: list[Tensor]) -> Key:
         """The key of a call that is three frames above the one that asks."""
-        frame = sys._getframe(4)
-        while frame.f_code.co_filename.endswith(_NOT_A_CALLER):
-            frame = frame.f_back  # type: ignore[assignment]
-        names = self._names
+        names, place = self._names, calling_place(4, _NOT_A_CALLER)
         dims = tuple(dict.fromkeys([x.dim() for x in plain]))
-        known = (func, frame.f_code, frame.f_lasti, dims, *[_identity(x) for x in private])
+        known = (func, place, dims, *[_identity(x) for x in private])
         key = self._keys.get(known)
         if key is None:
             held = sorted({names.get(p, "?") for value in private for p in parameters_of(value)})
@@ -59,20 +52,8 @@ class Keys:
                 )
             )
             label = f"{', '.join(held)} in {plain_name(func)}"
-            key = self._keys[known] = Key(label, labels, frame.f_code, _place(frame), dims)
+            key = self._keys[known] = Key(label, labels, settled(place), dims)
         return key
-
-
-def _place(frame: FrameType) -> int:
-    """The place of the running call in its code.
-
-    Python 3.11 calls built-in functions (operator.mul, sum) from the instruction before CALL, once their
-    line has run some times.
-    """
-    last = frame.f_lasti
-    if _PRECALL is not None and frame.f_code.co_code[last] == _PRECALL:
-        return last + 4  # this instruction, and its cache
-    return last
 
 
 def _identity(value: Any) -> int:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.apart import check_exact_as_it_is, step
 from tests.oracle import (
     assert_sums,
+    check_exact,
     clipped_sum,
     make_private,
     per_sample_gradients,
@@ -225,3 +227,28 @@ def test_frozen_after_a_value_was_computed() -> None:
     _, private, optimizer, _ = make_private(Model(use))
     with refused("was frozen .* between"):
         step(private, optimizer, batch())
+
+
+class Twice(nn.Module):
+    """One function of torch's own, with one parameter, twice in a line: along two axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.head = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, other = F.embedding(ids, self.w), F.embedding(ids.T, self.w).transpose(0, 1)
+        return self.head((first * other).sum(1))
+
+
+def test_functions_are_known_by_who_calls_them() -> None:
+    """Not by a line of torch.nn.functional: of both it is known where the samples are."""
+    ids = torch.randint(0, 7, (5, 3), generator=torch.Generator().manual_seed(1))
+    private = make_private(Twice())[1]
+    row_loss(private(ids)).mean().backward()
+    layout = private.keeper.calls.layouts["forward"]
+    assert not layout.moved
+    found = [place.axis for use, place in layout.places.items() if use != "head"]
+    assert sorted(found) == [0, 1]
+    check_exact(Twice(), ids, dtype=torch.float64)
