@@ -16,6 +16,7 @@ import torch
 from fastclip.accounting.history import epsilon
 from fastclip.checks import between, positive, whole
 from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.optim.release import divisor_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,7 +114,7 @@ def noise_to_signal(optimizer: Any) -> float:
     if not gradients or any(hasattr(g, "placements") for g in gradients):
         return math.nan
     state, batches = optimizer.keeper.clipping, optimizer.keeper.batch.accumulated
-    divisor, sensitivity = optimizer._divisor(batches), state.strategy.sensitivity(state.paid)
+    divisor, sensitivity = divisor_of(optimizer, batches), state.strategy.sensitivity(state.paid)
     entries = sum(g.numel() for g in gradients)
     std = optimizer.noise_levels.gradients * float(sensitivity) / divisor
     norm = torch.stack([g.detach().double().norm() for g in gradients]).norm().item()

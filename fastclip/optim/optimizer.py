@@ -22,7 +22,7 @@ from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
 from fastclip.optim.attributes import held, private, read, shown
 from fastclip.optim.inner_step import gate_of, keep_only, release_to
-from fastclip.optim.release import check_alike, noisy_gradients
+from fastclip.optim.release import check_alike, divisor_of, noisy_gradients
 from fastclip.optim.step_hooks import StepHooks
 from fastclip.parallel.ranks import whole_of
 
@@ -184,9 +184,8 @@ class FastDPOptimizer(DPOptimizer):
         if not self.releasing:  # by hand: the one release of these sums
             self.batch.step(skip=False)
         parameters, batches = self.params, self.accumulated_iterations
-        divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size * batches
-        record = partial(self.hooks.record, self)
-        gradients = noisy_gradients(self.keeper, parameters, batches, float(divisor), record)
+        divisor, record = divisor_of(self, batches), partial(self.hooks.record, self)
+        gradients = noisy_gradients(self.keeper, parameters, batches, divisor, record)
         self.keeper.penalties.add_to(parameters, gradients)
         keep_only(self, ())
         release_to(parameters, gradients)

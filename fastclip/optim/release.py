@@ -73,6 +73,12 @@ def noisy_gradients(
     return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
 
 
+def divisor_of(optimizer: Any, batches: int) -> float:
+    """The public number by which a sum of so many batches is divided."""
+    mean = optimizer.loss_reduction != "sum"
+    return float(optimizer.expected_batch_size) * batches if mean else 1.0
+
+
 def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
     """All ranks that train are about to train the same model, in the same way; one process is.
 
