@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fastclip import FastPrivacyEngine, clipping, engine
+from fastclip import FastPrivacyEngine, clipping, inspection
+from fastclip.accounting import find_noise_multiplier
 from tests.integrations import test_lightning as lightning
 from tests.integrations.test_spent import SAVING, STEPS, taken
 from tests.integrations.tiny import trainer
@@ -24,7 +25,7 @@ MODEL_ONLY = {**SAVING, "save_only_model": True}
 def searched_once():
     """The same noise is asked for again and again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "find_noise_multiplier", cache(engine.find_noise_multiplier))
+        patch.setattr(inspection, "find_noise_multiplier", cache(find_noise_multiplier))
         yield
 
 
