@@ -82,13 +82,13 @@ other:
 OLDER := TORCH=2.11.0 "WITH=transformers==5.17.0 numpy<2.4"
 test-older: $(STAMP)
 	$(MAKE) other $(OLDER)
-	$(MAKE) test-with $(OLDER) PART="tests/test_engine.py tests/noise tests/data tests/optim tests/captured"
+	$(MAKE) test-with $(OLDER) PART="tests/engine/test_engine.py tests/ops/noise tests/data tests/engine/optimizer tests/engine/capture"
 
 # What rests on Opacus, with another version of it.
 OPACUS ?= 1.5.4
 test-opacus: $(STAMP)
-	$(MAKE) test-with OTHER=build/opacus-$(OPACUS) WITH=opacus==$(OPACUS) PART="tests/test_engine.py tests/opacus tests/optim \
-		tests/accounting tests/model tests/data tests/test_overrides.py tests/layers/test_sampled.py tests/backward/test_not_kept.py \
+	$(MAKE) test-with OTHER=build/opacus-$(OPACUS) WITH=opacus==$(OPACUS) PART="tests/engine/test_engine.py tests/opacus tests/engine/optimizer \
+		tests/accounting tests/engine/model tests/data tests/engine/test_overrides.py tests/rules/layers/test_sampled.py tests/backward/test_not_kept.py \
 		tests/test_opacus_versions.py tests/test_torch_names.py tests/test_imports.py"
 
 # Opacus' own test suite on this engine, and as it is after fastclip.opacus.install(): about 10 minutes.

@@ -276,7 +276,7 @@ class BuildModules(build_ext):
 
 
 class BuildPackage(build_py):
-    """Packs the sources of what fits one torch alone: fastclip.building compiles them where it runs."""
+    """Packs the sources of what fits one torch alone: fastclip.core.building compiles them where it runs."""
 
     def run(self) -> None:
         """As ever, and these files."""

@@ -38,7 +38,7 @@ from bench.children import Child, job, tell
 from bench.measure import CpuWait, PeakMemory, busy_warning, heading, quartiles
 from bench.workloads import BATCHES, PRIVATE, WARM_UP, WORKLOADS
 from fastclip import FastPrivacyEngine
-from fastclip.parallel import shards
+from fastclip.distributed import shards
 
 OUT = Path(__file__).resolve().parent / "results" / "distributed-cpu.json"
 MODES = ("non_private", "fastclip")

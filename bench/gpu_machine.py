@@ -92,7 +92,7 @@ def problems(device: str) -> list[str]:
         try:
             importlib.import_module("fastclip.ops")
             if device == "cuda":
-                importlib.import_module("fastclip.kernels")
+                importlib.import_module("fastclip.ops.triton")
         except Exception as error:
             found.append(f"fastclip cannot be imported: {first_line(error)}")
     return found
@@ -225,7 +225,7 @@ def split(shares: Mapping[str, int], order: Mapping) -> list[tuple[str, list[int
 
 def _is_built(deadline: Deadline) -> dict | None:
     """What fastclip._C was built for, where that is this Python and these sources."""
-    from fastclip.sources import is_current
+    from fastclip.core.build_recipe import is_current
 
     there, _ = _told(deadline)
     return there if there is not None and is_current("cuda", there.get("sources", "")) else None

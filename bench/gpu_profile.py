@@ -130,11 +130,11 @@ def chosen_configurations() -> list[dict[str, Any]]:
 def tuned_kernels() -> list[tuple[str, Any]]:
     """(name, kernel) of those that have several configurations; none where there is no Triton."""
     try:
-        package = importlib.import_module("fastclip.kernels")
+        package = importlib.import_module("fastclip.ops.triton")
     except ImportError:
         return []
     found: dict[int, tuple[str, Any]] = {}
-    for module in pkgutil.iter_modules(package.__path__, "fastclip.kernels."):
+    for module in pkgutil.iter_modules(package.__path__, "fastclip.ops.triton."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if hasattr(value, "configs") and hasattr(value, "search"):
                 short = module.name.rpartition(".")[2]

@@ -27,9 +27,9 @@ from bench.processes import ROOT
 
 REPORT = "BENCH_TEST_REPORT"
 MENDED = (
-    "tests/kernels/test_group_norm.py::test_private_layer",
-    "tests/kernels/test_group_norm.py::test_autocast_without_a_copy",
-    "tests/kernels/test_conv_record.py::"
+    "tests/ops/triton/test_group_norm.py::test_private_layer",
+    "tests/ops/triton/test_group_norm.py::test_autocast_without_a_copy",
+    "tests/ops/triton/test_conv_record.py::"
     "test_two_uses_of_a_pointwise_weight_are_laid_along_positions",
 )
 """Tests that failed on a card, nine with their parameters (bench/results/README.md), and were mended
@@ -42,7 +42,7 @@ _SUSPECTS: list[str] = []
 
 
 def gpu_marked(folder: Path) -> list[str]:
-    """Test files outside tests/kernels that mark tests for GPUs; those of whole steps first."""
+    """Test files outside tests/ops/triton that mark tests for GPUs; those of whole steps first."""
     kernels = folder / "kernels"
     found = [
         path.relative_to(folder.parent)
@@ -57,7 +57,7 @@ def run_tests(
     targets: Sequence[str] = (),
 ) -> dict:  # fmt: skip
     """pytest over `targets`; without any, over the tests marked `gpu`, in most of the time, and over
-    tests/kernels.
+    tests/ops/triton.
 
     Returns:
         "passed", "failed", "skipped", "errors": counts; "failures": the first 100, with the first
@@ -80,7 +80,7 @@ def run_tests(
     marked = [] if targets else gpu_marked(ROOT / "tests")
     if marked:
         done.append(_run(["-m", "gpu"], marked, deadline.part(0.7), note))
-    note(_run([], targets or ("tests/kernels",), deadline, note))
+    note(_run([], targets or ("tests/ops/triton",), deadline, note))
     if found["error"] == "it was cut off":  # it was not
         del found["error"]
         save()

@@ -21,10 +21,9 @@ from torch import Tensor, fx
 
 from bench.children import tell
 from bench.gpu_tasks import Trainer
-from fastclip._dynamo import compile_graph
-from fastclip.captured import step as step_module
-from fastclip.captured.device import CudaRecorder, Recorder
-from fastclip.captured.traced import TracedRecorder
+from fastclip.core.compiler import compile_graph
+from fastclip.engine import step as step_module
+from fastclip.engine.graphs import CudaRecorder, Recorder, TracedRecorder
 
 CALLS = 6  # of a private step, by which it must have been recorded
 Compiler = Callable[[fx.GraphModule, Any], Callable[..., Any]]

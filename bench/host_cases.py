@@ -91,8 +91,8 @@ def non_private(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.
 def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Module, Any]:
     """This project's engine, with what it found out about a small twin on the CPU: that needs values."""
     from fastclip import FastPrivacyEngine
-    from fastclip.samples.paths import Paths
-    from fastclip.samples.watch import Watch
+    from fastclip.samples.runs import Paths
+    from fastclip.samples.settings import Watch
 
     class Known(Paths):
         """No way is looked at: where nothing is computed there is nothing to see."""

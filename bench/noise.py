@@ -28,7 +28,7 @@ from transformers import BertConfig, BertModel
 from bench.measure import CpuWait, busy_warning, machine, now, quartiles, versions
 from examples.models import resnet18
 from fastclip import ops
-from fastclip.noise import NoiseSource, SecureNoise, SeededNoise
+from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
 
 VALUES = 110_000_000
 BATCH = 16  # samples of ResNet-18: 0.7 GB of per-sample gradients

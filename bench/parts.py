@@ -82,11 +82,11 @@ def _private() -> list[tuple[Any, str, str]]:
     from fastclip import ops
     from fastclip.backward.backward_pass import BackwardPass
     from fastclip.backward.clipping_state import ClippingState
-    from fastclip.layers.contribution import Contribution
-    from fastclip.layers.records import LookupRecord
-    from fastclip.ops import norm_backward
-    from fastclip.optim.optimizer import FastDPOptimizer
-    from fastclip.uses.tap import UseBackward
+    from fastclip.engine.optimizer import FastDPOptimizer
+    from fastclip.ops import norms as norm_backward
+    from fastclip.rules.contribution import Contribution
+    from fastclip.rules.records import LookupRecord
+    from fastclip.rules.use import UseBackward
 
     norms = [
         *((ops, name) for name in ("wide_sum", "row_norm_sq", "per_sample_gradients", "kept_gradients")),

@@ -37,7 +37,7 @@ from bench.measure import heading, quartiles
 from bench.models import resnet50
 from bench.processes import report, run_module
 from fastclip import FastPrivacyEngine
-from fastclip.captured.traced import TracedRecorder
+from fastclip.engine.graphs import TracedRecorder
 
 OUT = Path(__file__).resolve().parent / "results" / "small-cpu.json"
 B, D, CLASSES, LAYERS = 8, 64, 10, 24

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
-from fastclip.layers import KeptRecord, LayerRule, register_rule
+from fastclip.rules import KeptRecord, LayerRule, register_rule
 from fastclip.testing import check_rule
 
 

@@ -24,11 +24,11 @@ import torch
 from torch import distributed
 
 from fastclip.backward import bare
-from fastclip.building.state import state_of
+from fastclip.core.building import state_of
 from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of
-from fastclip.planner.costs import cache_file, device_name
-from fastclip.samples import paths
+from fastclip.ops.planner import cache_file, device_name
+from fastclip.samples import runs
 from fastclip.trace.findings import TraceLog
 
 _VARIABLES = (
@@ -61,7 +61,7 @@ def _nvcc() -> str | None:
 def _core() -> dict[str, Any]:
     """The CUDA C++ extension: what it is built for and finds on this machine, or why it is not."""
     try:
-        import fastclip.cuda  # noqa: F401  (its error says why not)
+        import fastclip.ops.cuda  # noqa: F401  (its error says why not)
         from fastclip import _C
     except ImportError as error:
         return {"built": False, "why": str(error)}
@@ -89,7 +89,7 @@ def _core_line(core: dict[str, Any]) -> str:
 def _loops() -> dict[str, Any]:
     """The C++ loops for the CPU: who compiled them and which vectors serve, or why they are not."""
     try:
-        import fastclip.host  # noqa: F401  (its error says why not)
+        import fastclip.ops.host  # noqa: F401  (its error says why not)
         from fastclip import _host
     except ImportError as error:
         return {"built": False, "why": str(error)}
@@ -109,7 +109,7 @@ def _loops_line(loops: dict[str, Any]) -> str:
 
 def _paths() -> dict[str, Any]:
     """Whether calls are followed through torch's operators, or why they are not."""
-    return {"followed": paths.FOLLOWS, **_origin("_path", paths.WHY_NOT)}
+    return {"followed": runs.FOLLOWS, **_origin("_path", runs.WHY_NOT)}
 
 
 def _nodes() -> dict[str, Any]:
@@ -244,7 +244,7 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
         has ended before.
     """
     from fastclip.backward.traced_step import JUDGED
-    from fastclip.optim.optimizer import FastDPOptimizer
+    from fastclip.engine.optimizer import FastDPOptimizer
 
     judged: list[TraceLog] = []
     raised: Exception | None = None

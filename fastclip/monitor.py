@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fastclip.accounting.history import epsilon
-from fastclip.checks import between, positive, whole
+from fastclip.accounting.epsilon import epsilon
+from fastclip.core.checks import between, positive, whole
+from fastclip.engine.release import divisor_of
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.optim.release import divisor_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

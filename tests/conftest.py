@@ -23,8 +23,8 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fastclip-tests-")
 os.environ.pop("FASTCLIP_CACHE", None)
 os.environ["FASTCLIP_BUILD"] = "0"
 
-from fastclip._torch import dispatch_modes
 from fastclip.backward.traced_step import leave_late
+from fastclip.core.torch_names import dispatch_modes
 
 pytest.register_assert_rewrite("tests.oracle")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastclip.ops import precision
+from fastclip.core import numerics
 
-fine = pytest.mark.skipif(not precision._FINE, reason="torch 2.9 and newer")
+fine = pytest.mark.skipif(not numerics._FINE, reason="torch 2.9 and newer")
 NODES = [
     ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"),
     ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
@@ -31,38 +31,38 @@ def flags() -> dict[Any, Any]:
         "cuBLAS": read(lambda: torch.backends.cuda.matmul.allow_tf32),
         "cuDNN": read(lambda: torch.backends.cudnn.allow_tf32),
     }
-    if precision._FINE:
-        found |= {node: precision._get(*node) for node in NODES}
+    if numerics._FINE:
+        found |= {node: numerics._get(*node) for node in NODES}
     return found
 
 
 def inherited() -> list[dict[Any, Any]]:
     """What is read under other settings higher up: who inherits tells, who has a value of its own."""
-    if not precision._FINE:
+    if not numerics._FINE:
         return [flags()]
     found = [flags()]
     for node in NODES[:3]:
         before = raw_of(node)
         for value in ("ieee", "tf32", "none"):
-            precision._set(*node, value)
+            numerics._set(*node, value)
             found.append(flags())
-        precision._set(*node, before)
+        numerics._set(*node, before)
     return found
 
 
 def raw_of(node: tuple[str, str]) -> str:
     """A node's own value, under a root that says nothing."""
-    root = precision._get("generic", "all")
-    precision._set("generic", "all", "none")
-    own = root if node == ("generic", "all") else precision._get(*node)
-    precision._set("generic", "all", root)
+    root = numerics._get("generic", "all")
+    numerics._set("generic", "all", "none")
+    own = root if node == ("generic", "all") else numerics._get(*node)
+    numerics._set("generic", "all", root)
     return own
 
 
 def fine_setting(*settings: tuple[str, str, str]) -> Callable[[], None]:
     def apply() -> None:
         for backend, operator, value in settings:
-            precision._set(backend, operator, value)
+            numerics._set(backend, operator, value)
 
     return apply
 
@@ -81,8 +81,8 @@ def allow_tf32() -> None:
 
 def mixed() -> None:
     torch.set_float32_matmul_precision("medium")
-    precision._set("cuda", "matmul", "ieee")
-    precision._set("generic", "all", "tf32")
+    numerics._set("cuda", "matmul", "ieee")
+    numerics._set("generic", "all", "tf32")
 
 
 SETTINGS: dict[str, Any] = {
@@ -111,6 +111,6 @@ each_setting = pytest.mark.parametrize("allow", SETTINGS.values(), ids=SETTINGS)
 
 
 def keeps_float32(found: dict[Any, Any]) -> bool:
-    if not precision._FINE:
+    if not numerics._FINE:
         return found["products"] == "highest" and not found["cuDNN"]
     return all(found[node] in ("ieee", "none") for node in NODES if node[1] != "all")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
-from fastclip._opacus import HANDLES, VERSION
-from fastclip.data.sampling import PoissonSampler
-from fastclip.noise import NoiseSource
+from fastclip.core.opacus_names import HANDLES, VERSION
+from fastclip.data.loader import PoissonSampler
+from fastclip.ops.noise import NoiseSource
 from tests.oracle import per_sample_gradients, row_loss
 
 D, B, C = 5, 4, 1e-3

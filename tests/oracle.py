@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fastclip import FastPrivacyEngine
+from fastclip.engine.bare import LINEAR
 from fastclip.errors import FastclipError
-from fastclip.model.listed import LINEAR
 from fastclip.ops.units import UnitRows
 
 Grads = Mapping[str, torch.Tensor]

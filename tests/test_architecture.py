@@ -143,7 +143,7 @@ def test_every_kind_of_import_is_seen() -> None:
     source = (
         "import fastclip.ops\n"
         "from fastclip import engine, __version__\n"
-        "if TYPE_CHECKING:\n    from fastclip.model.module import install\n"
+        "if TYPE_CHECKING:\n    from fastclip.engine.model import install\n"
         "def f():\n    from fastclip.data import draws\n    import torch\n"
     )
     known = {"fastclip.engine", "fastclip.data.draws"}

@@ -17,8 +17,9 @@ from types import ModuleType
 import pytest
 
 import fastclip
-from fastclip import doctor, sources
-from fastclip.compiled import check_built, how_to_build
+from fastclip import doctor
+from fastclip.core import build_recipe
+from fastclip.core.building import check_built, how_to_build
 from fastclip.ops import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +80,7 @@ def test_it_is_of_the_sources_that_are_here(module: str) -> None:
     folder = FOLDERS[module]
     check_built(module, folder, "")
     found = importlib.import_module(f"fastclip.{module}").versions()["sources"]
-    assert found == sources.mark_of(folder)
+    assert found == build_recipe.mark_of(folder)
 
 
 @pytest.mark.parametrize("told", [{"sources": "0123456789abcdef"}, {}], ids=["another", "before"])
@@ -107,21 +108,21 @@ def test_what_the_mark_tells(tmp_path: Path) -> None:
     for name in ("both.hpp", "host/a.cpp", "host/b.inc", "cuda/c.cu"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    first = sources.mark_of("host", tmp_path)
-    assert sources.is_current("host", first, tmp_path)
+    first = build_recipe.mark_of("host", tmp_path)
+    assert build_recipe.is_current("host", first, tmp_path)
     (tmp_path / "cuda" / "c.cu").write_text("other")
     (tmp_path / "host" / "notes.txt").write_text("other")
     (tmp_path / "host" / ".#a.cpp").symlink_to("nowhere")  # an editor's
-    assert sources.mark_of("host", tmp_path) == first
+    assert build_recipe.mark_of("host", tmp_path) == first
     marks = {first}
     for name in ("both.hpp", "host/a.cpp", "host/b.inc"):
         (tmp_path / name).write_text("other")
-        marks.add(sources.mark_of("host", tmp_path))
+        marks.add(build_recipe.mark_of("host", tmp_path))
     (tmp_path / "host" / "a.cpp").rename(tmp_path / "host" / "d.cpp")
-    marks.add(sources.mark_of("host", tmp_path))
+    marks.add(build_recipe.mark_of("host", tmp_path))
     assert len(marks) == 5
-    assert not sources.is_current("host", first, tmp_path)
-    assert sources.is_current("host", "", tmp_path / "an installed package has none")
+    assert not build_recipe.is_current("host", first, tmp_path)
+    assert build_recipe.is_current("host", "", tmp_path / "an installed package has none")
 
 
 def test_a_wheel_has_no_makefile(tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_any_compiler_takes_the_random_numbers(tmp_path: Path) -> None:
     import torch
 
     from fastclip._C import testing
-    from tests.cuda.drawing import fill
+    from tests.ops.cuda.drawing import fill
 
     index = 1 << 33 | 5
     assert words[:16] == testing.chacha20_words(list(range(1, 9)), index)
@@ -393,7 +394,7 @@ def checkout(folder: Path, source: str) -> list[Path]:
         (folder / "csrc" / part / "only.cpp").write_text(source.replace("_NAME", name))
     (folder / "fastclip" / "building").mkdir(parents=True)
     (folder / "fastclip" / "__init__.py").touch()
-    for name in ("sources.py", "building/recipe.py"):
+    for name in ("sources.py", "core/build_recipe.py"):
         shutil.copy(ROOT / "fastclip" / name, folder / "fastclip" / name)
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     stale = [folder / "fastclip" / f"{name}{suffix}" for name in FOLDERS]

@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping, ops
-from fastclip._torch import current_gpu, stream_of
+from fastclip.core.torch_names import current_gpu, stream_of
 from fastclip.errors import GraphError, StepError
-from fastclip.noise import SecureNoise, SeededNoise
 from fastclip.ops.dispatch import use_backend
-from tests.noise.laws import assert_standard_normal, assert_uncorrelated
-from tests.noise.test_secure_mode import noise_of_a_step, start
+from fastclip.ops.noise import SecureNoise, SeededNoise
+from tests.ops.noise.laws import assert_standard_normal, assert_uncorrelated
+from tests.ops.noise.test_secure_mode import noise_of_a_step, start
 from tests.oracle import make_private, relative_error, row_loss, summed
 from tests.test_no_synchronisation import MODELS, STRATEGIES
 

@@ -15,10 +15,11 @@ from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip import FastPrivacyEngine, _opacus, unwrap
+from fastclip import FastPrivacyEngine, unwrap
 from fastclip.accounting.ledger import keep_ledger
 from fastclip.accounting.pld import PLDAccountant
-from fastclip.opacus.accountants import create_accountant, register_accountant
+from fastclip.core import opacus_names
+from fastclip.core.opacus_names import create_accountant, register_accountant
 from tests.opacus_runs import MODES
 from tests.refusal import refused
 
@@ -70,20 +71,26 @@ def test_names_that_are_missing_and_versions_that_are_new() -> None:
         errors, strict=True,
     ):  # fmt: skip
         assert name in error
-        assert all(version in error for version in _opacus.TESTED)
+        assert all(version in error for version in opacus_names.TESTED)
     assert warning.startswith("<string> Opacus 99.0")
-    assert all(version in warning for version in _opacus.TESTED)
+    assert all(version in warning for version in opacus_names.TESTED)
 
 
 @pytest.mark.parametrize(
     ("version", "warns"),
-    [(_opacus.TESTED[-1], 0), (_opacus.TESTED[0], 0), ("1.6.1", 1), ("1.10.0.dev3", 1), ("2", 1)],
+    [
+        (opacus_names.TESTED[-1], 0),
+        (opacus_names.TESTED[0], 0),
+        ("1.6.1", 1),
+        ("1.10.0.dev3", 1),
+        ("2", 1),
+    ],
 )
 def test_which_versions_are_new(version: str, warns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_opacus, "VERSION", version)
+    monkeypatch.setattr(opacus_names, "VERSION", version)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        _opacus._check_version()
+        opacus_names._check_version()
     assert len(said) == warns
 
 
@@ -104,7 +111,7 @@ def test_cleanup_makes_a_model_ordinary(mode: str) -> None:
         getattr(model, away)()
         model.cleanup()  # again is nothing
         assert not net._forward_hooks
-        assert not any(_opacus.OPACUS_MARK in vars(p) for p in net.parameters())
+        assert not any(opacus_names.OPACUS_MARK in vars(p) for p in net.parameters())
         net(torch.ones(3, 4)).sum().backward()
         assert net.weight.grad is not None
         net.weight.grad = None
@@ -113,19 +120,19 @@ def test_cleanup_makes_a_model_ordinary(mode: str) -> None:
 @pytest.mark.parametrize("wrapped", ["hooks", "fast"])
 def test_wrappers_and_handles_are_told(wrapped: str) -> None:
     made = make(nn.Linear(4, 2), wrapped, wrap_model=wrapped == "hooks")[0]
-    assert isinstance(made, _opacus.AbstractGradSampleHooks)
-    assert not isinstance(nn.Linear(1, 1), _opacus.AbstractGradSampleHooks)
+    assert isinstance(made, opacus_names.AbstractGradSampleHooks)
+    assert not isinstance(nn.Linear(1, 1), opacus_names.AbstractGradSampleHooks)
 
 
 def test_what_opacus_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before 1.6: refused, and the model is as it was."""
-    monkeypatch.setattr(_opacus, "HANDLES", False)
+    monkeypatch.setattr(opacus_names, "HANDLES", False)
     net = nn.Linear(4, 2)
     cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("ghost_fsdp", {}), ("ghost_tp", {}), ("hooks", {"wrap_model": False}),
     )  # fmt: skip
     for mode, options in cases:
-        with refused(f"grad_sample_mode='{mode}' expects Opacus 1.6, and {_opacus.VERSION}"):
+        with refused(f"grad_sample_mode='{mode}' expects Opacus 1.6, and {opacus_names.VERSION}"):
             make(net, mode, **options)
     assert not net._forward_hooks
 
@@ -148,8 +155,8 @@ def test_collate_functions_below_opacus() -> None:
     plain = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=6, collate_fn=collate)
     theirs = DPDataLoader.from_data_loader(plain)
     assert theirs.collate_fn is not collate
-    assert _opacus.without_empty(theirs.collate_fn) is collate
-    assert _opacus.without_empty(collate) is collate
+    assert opacus_names.without_empty(theirs.collate_fn) is collate
+    assert opacus_names.without_empty(collate) is collate
 
 
 @pytest.mark.parametrize("kind", [RDPAccountant, PLDAccountant])
@@ -190,9 +197,9 @@ def test_accountants_that_are_registered() -> None:
 def test_keywords_that_overrides_get() -> None:
     """Those of Opacus' own method, and all where it takes all."""
     asked = {"distributed": False, "poisson_sampling": True, "of_another_version": 1}
-    got = _opacus.handed_on("_prepare_data_loader", asked)
+    got = opacus_names.handed_on("_prepare_data_loader", asked)
     assert got == {"distributed": False, "poisson_sampling": True}
-    assert _opacus.handed_on("_prepare_optimizer", asked) == asked
+    assert opacus_names.handed_on("_prepare_optimizer", asked) == asked
 
 
 def test_the_multiplier_that_was_asked_for() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.processes import ROOT
-from fastclip.sources import files_of
+from fastclip.core.build_recipe import files_of
 
 SNIPPET = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 BEFORE = """

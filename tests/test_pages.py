@@ -24,13 +24,13 @@ from examples import custom_layer
 from fastclip import BatchMemoryManager, FastPrivacyEngine, clipping
 from fastclip.accounting import FederatedLedger
 from fastclip.clipping import Clipping, Hard
-from fastclip.layers import rule as layer_rules
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.engine.optimizer import FastDPOptimizer
+from fastclip.rules import protocol as layer_rules
+from fastclip.rules import use as use_rules
 from fastclip.testing import check_model, check_rule, check_strategy
-from fastclip.uses import rule as use_rules
+from tests.distributed.world import run
 from tests.integrations import tiny
 from tests.page_blocks import ROOT, blocks
-from tests.parallel.world import run
 from tests.products import recipes
 
 Known = dict[str, Any]
@@ -217,7 +217,7 @@ def counted_by_patient() -> Known:
 
 
 MANAGER = {"BatchMemoryManager": BatchMemoryManager}
-RANKS = None  # two of them: tests/parallel/pages.py
+RANKS = None  # two of them: tests/distributed/pages.py
 PRODUCTS = "tests/products"  # has a test of it, for where the packages are installed
 SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
     "docs/audit.md": [
@@ -279,7 +279,7 @@ def test_a_block(page: str, number: int, tmp_path: Path, monkeypatch: pytest.Mon
     """It runs; a loop has spent something, a call of make_private returned a private optimizer."""
     code, scene = blocks(page)[number], SCENES[page][number]
     if scene is RANKS:
-        assert run(2, "tests.parallel.pages:block", tmp_path, page, str(number)) == [True, True]
+        assert run(2, "tests.distributed.pages:block", tmp_path, page, str(number)) == [True, True]
         return
     monkeypatch.chdir(tmp_path)
     known = {"__name__": __name__, **scene()}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from fastclip.core.snapshot import Facts, Snapshot, fact, which
 from fastclip.errors import StepError
-from fastclip.snapshot import Facts, Snapshot, fact, which
 from tests.refusal import refused
 
 

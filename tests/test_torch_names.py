@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastclip import _dynamo, _opacus, _torch, noted
-from fastclip.parallel.shards import Shards
+from fastclip.core import compiler, opacus_names, overrides, torch_names
+from fastclip.distributed.shards import Shards
 from tests.refusal import refused
 
 
@@ -78,7 +78,7 @@ def others(source: str, own: set[str]) -> Iterator[tuple[str, str]]:
 
 def test_they_are_written_in_one_file() -> None:
     """Elsewhere only attributes that the file names, for a reader of it to know of."""
-    own, known = own_names(), [*_torch.ATTRIBUTES.values(), *_opacus.ATTRIBUTES.values()]
+    own, known = own_names(), [*torch_names.ATTRIBUTES.values(), *opacus_names.ATTRIBUTES.values()]
     allowed = {name for names in known for name in names}
     found: dict[str, set[str]] = {}
     for path in SOURCES:
@@ -112,7 +112,7 @@ OWNERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("whose", OWNERS)
 def test_attributes_exist(whose: str) -> None:
-    assert all(hasattr(OWNERS[whose], name) for name in _torch.ATTRIBUTES[whose])
+    assert all(hasattr(OWNERS[whose], name) for name in torch_names.ATTRIBUTES[whose])
 
 
 def test_attributes_of_opacus_objects() -> None:
@@ -128,7 +128,7 @@ def test_attributes_of_opacus_objects() -> None:
         opacus.grad_sample.AbstractGradSampleModule: wrapper,
         opacus.GradSampleModule: wrapper,
     }
-    for kind, names in _opacus.ATTRIBUTES.items():
+    for kind, names in opacus_names.ATTRIBUTES.items():
         if kind is not opacus.grad_sample.GradSampleModuleFastGradientClipping:
             assert all(hasattr(made.get(kind, kind), name) for name in names), kind
 
@@ -136,7 +136,7 @@ def test_attributes_of_opacus_objects() -> None:
 def test_handles_that_opacus_removes() -> None:
     layer = nn.Linear(1, 1)
     wrapper = opacus.GradSampleModule(layer)
-    handles = getattr(layer, _opacus.OPACUS_HOOKS)
+    handles = getattr(layer, opacus_names.OPACUS_HOOKS)
     handles.append(layer.register_forward_hook(lambda *_: None))
     wrapper.cleanup()
     assert not layer._forward_hooks
@@ -153,24 +153,29 @@ def test_attributes_of_wrappers() -> None:
 
 def test_attributes_of_the_trainer() -> None:
     source = inspect.getsource(pytest.importorskip("transformers").Trainer)
-    assert all(f"self.{name}" in source for name in _torch.ATTRIBUTES["transformers.Trainer"])
+    assert all(f"self.{name}" in source for name in torch_names.ATTRIBUTES["transformers.Trainer"])
 
 
 def test_attributes_of_lightnings_strategy() -> None:
     strategy = pytest.importorskip("lightning.pytorch.strategies").DDPStrategy()
-    assert all(hasattr(strategy, name) for name in _torch.ATTRIBUTES["lightning.DDPStrategy"])
+    assert all(hasattr(strategy, name) for name in torch_names.ATTRIBUTES["lightning.DDPStrategy"])
 
 
 def test_families_of_modules() -> None:
     kinds = {
-        _torch.BatchNormBase: (
+        torch_names.BatchNormBase: (
             nn.BatchNorm1d,
             nn.BatchNorm3d,
             nn.SyncBatchNorm,
             nn.LazyBatchNorm2d,
         ),
-        _torch.InstanceNormBase: (nn.InstanceNorm1d, nn.InstanceNorm3d, nn.LazyInstanceNorm2d),
-        _torch.DropoutBase: (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+        torch_names.InstanceNormBase: (nn.InstanceNorm1d, nn.InstanceNorm3d, nn.LazyInstanceNorm2d),
+        torch_names.DropoutBase: (
+            nn.Dropout,
+            nn.Dropout2d,
+            nn.AlphaDropout,
+            nn.FeatureAlphaDropout,
+        ),
     }
     for base, members in kinds.items():
         assert all(issubclass(member, base) for member in members)
@@ -188,28 +193,32 @@ class Noted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
-        Noted.seen = {"task": _torch.current_task(), "node": _torch.current_node(), "self": ctx}
+        Noted.seen = {
+            "task": torch_names.current_task(),
+            "node": torch_names.current_node(),
+            "self": ctx,
+        }
         Noted.seen["runs"] = [
-            None if node is None else _torch.will_run(node) for node, _ in ctx.next_functions
+            None if node is None else torch_names.will_run(node) for node, _ in ctx.next_functions
         ]
         Noted.seen["ended"] = []
-        _torch.at_end_of_pass(lambda: Noted.seen["ended"].append(_torch.current_task()))
+        torch_names.at_end_of_pass(lambda: Noted.seen["ended"].append(torch_names.current_task()))
         assert not Noted.seen["ended"]
         return gradient * 2, None
 
 
 def test_the_running_pass() -> None:
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    assert _torch.current_task() == -1
+    assert torch_names.current_task() == -1
     out = Noted.apply(x, weight)
-    assert type(out.grad_fn) is _torch.node_type(Noted)
+    assert type(out.grad_fn) is torch_names.node_type(Noted)
     out.sum().backward()
     first = Noted.seen
     assert first["task"] >= 0
     assert first["node"] is first["self"]
     assert first["runs"] == [True, True]
     assert len(first["ended"]) == 1
-    assert _torch.current_task() == -1
+    assert torch_names.current_task() == -1
     Noted.apply(x, weight).sum().backward(inputs=[x])
     assert Noted.seen["runs"] == [True, False]
     assert Noted.seen["task"] != first["task"]
@@ -224,19 +233,19 @@ def test_hooks_that_take_what_is_saved() -> None:
     def pack(x: Tensor) -> Tensor:
         return x
 
-    assert _torch.saving_hooks(False) is None
+    assert torch_names.saving_hooks(False) is None
     with torch.autograd.graph.saved_tensors_hooks(pack, pack):
-        assert _torch.saving_hooks(False) == (pack, pack)
+        assert torch_names.saving_hooks(False) == (pack, pack)
         with torch.autograd.graph.save_on_cpu():
-            assert _torch.saving_hooks(False)[0].__module__ == "torch.autograd.graph"
+            assert torch_names.saving_hooks(False)[0].__module__ == "torch.autograd.graph"
     seen = []
     x = torch.ones(2, requires_grad=True)
     out = checkpoint(
-        lambda y: seen.append(_torch.saving_hooks(False)) or y * y, x, use_reentrant=False
+        lambda y: seen.append(torch_names.saving_hooks(False)) or y * y, x, use_reentrant=False
     )
     out.sum().backward()
     assert seen[0][0].__module__ == seen[1][0].__module__ == "torch.utils.checkpoint"
-    assert [_torch.RECOMPUTATION in pack.__qualname__ for pack, _ in seen] == [False, True]
+    assert [torch_names.RECOMPUTATION in pack.__qualname__ for pack, _ in seen] == [False, True]
 
 
 def test_tensors_that_autograd_is_asked_for() -> None:
@@ -259,7 +268,7 @@ def test_calls_of_backward_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones((), requires_grad=True)
     y = x * 2
     x.register_hook(lambda _: seen.append(calls.running()))
-    calls, model, torchs = _torch.BackwardCalls(), Owner(), torch.autograd.backward
+    calls, model, torchs = torch_names.BackwardCalls(), Owner(), torch.autograd.backward
     calls.watch(model)
     z, edge = y * 3, torch.autograd.graph.get_gradient_edge(y)
     z.backward(retain_graph=True)
@@ -289,30 +298,30 @@ def test_what_losses_hold() -> None:
     codes = []
     for reduction in ("none", "mean", "sum"):
         loss = nn.functional.nll_loss(scores, labels, reduction=reduction, weight=torch.ones(2))
-        codes.append(getattr(loss.grad_fn, _torch.SAVED_REDUCTION))
-        assert getattr(loss.grad_fn, _torch.SAVED_WEIGHT) is not None
+        codes.append(getattr(loss.grad_fn, torch_names.SAVED_REDUCTION))
+        assert getattr(loss.grad_fn, torch_names.SAVED_WEIGHT) is not None
     assert codes == [0, 1, 2]
 
 
 def test_hooks_on_gradients() -> None:
     weight = nn.Parameter(torch.ones(2))
-    assert not list(_torch.gradient_hooks(weight))
+    assert not list(torch_names.gradient_hooks(weight))
     hooks = [lambda g: g, lambda p: None]
     weight.register_hook(hooks[0])
     weight.register_post_accumulate_grad_hook(hooks[1])
-    assert list(_torch.gradient_hooks(weight)) == hooks
+    assert list(torch_names.gradient_hooks(weight)) == hooks
 
 
 def test_versions_of_tensors() -> None:
     x = torch.ones(2)
-    before = _torch.version_of(x)
+    before = torch_names.version_of(x)
     x[1:].add_(1)
-    assert _torch.version_of(x) == before + 1
+    assert torch_names.version_of(x) == before + 1
 
 
 def test_plain_results() -> None:
     class Marked(Tensor):
-        __torch_function__ = _torch.plain_results
+        __torch_function__ = torch_names.plain_results
 
     marked = torch.ones(2).as_subclass(Marked)
     assert type(marked) is Marked
@@ -330,14 +339,18 @@ def test_tensors_of_a_class() -> None:
 
     heard: list[Any] = []
     x = torch.ones(2)
-    made = _torch.of_class(Kind, x)
-    with _torch.Native():
+    made = torch_names.of_class(Kind, x)
+    with torch_names.Native():
         made.mul(2)
     assert not heard
     assert type(made) is Kind
     assert made.is_leaf
     assert made.requires_grad
-    assert _torch.memory_of(made) == _torch.memory_of(x[1:]) != _torch.memory_of(x.clone())
+    assert (
+        torch_names.memory_of(made)
+        == torch_names.memory_of(x[1:])
+        != torch_names.memory_of(x.clone())
+    )
     assert heard
 
 
@@ -351,40 +364,40 @@ def test_operations_say_what_they_change() -> None:
 
 def test_transforms_are_known() -> None:
     seen = []
-    torch.func.vmap(lambda x: (seen.append(_torch.transformed()), x)[1])(torch.ones(2))
-    torch.func.grad(lambda x: (seen.append(_torch.transformed()), x)[1])(torch.tensor(1.0))
+    torch.func.vmap(lambda x: (seen.append(torch_names.transformed()), x)[1])(torch.ones(2))
+    torch.func.grad(lambda x: (seen.append(torch_names.transformed()), x)[1])(torch.tensor(1.0))
     assert seen == [True, True]
-    assert not _torch.transformed()
+    assert not torch_names.transformed()
 
 
 def test_tensors_without_memory_are_known() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert not _torch.invents()
+    assert not torch_names.invents()
     with FakeTensorMode():
-        assert _torch.invents()
+        assert torch_names.invents()
     with FlopCounterMode(display=False):
-        assert not _torch.invents()
+        assert not torch_names.invents()
 
 
 def test_settings_of_products() -> None:
-    if _torch.precision_of is None or _torch.set_precision is None:
+    if torch_names.precision_of is None or torch_names.set_precision is None:
         assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
         return
-    before = _torch.precision_of("cuda", "matmul")
+    before = torch_names.precision_of("cuda", "matmul")
     try:
-        _torch.set_precision("cuda", "matmul", "tf32")
-        assert _torch.precision_of("cuda", "matmul") == "tf32"
+        torch_names.set_precision("cuda", "matmul", "tf32")
+        assert torch_names.precision_of("cuda", "matmul") == "tf32"
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
-        _torch.set_precision("cuda", "matmul", before)
+        torch_names.set_precision("cuda", "matmul", before)
 
 
 def test_parametrizations_that_are_kept() -> None:
     layer = parametrizations.weight_norm(torch.nn.Linear(3, 3))
     with parametrize.cached():
         kept = layer.weight
-        with _torch.parametrizations_apart():
+        with torch_names.parametrizations_apart():
             assert layer.weight is not kept
             assert layer.weight is layer.weight
         assert layer.weight is kept
@@ -394,20 +407,20 @@ def test_parametrizations_that_are_kept() -> None:
 def test_nothing_is_compiled_without_dynamo() -> None:
     calls = []
 
-    @_dynamo.disable_dynamo
+    @compiler.disable_dynamo
     def plain(x: Tensor) -> Tensor:
         calls.append(torch.compiler.is_compiling())
         return x
 
     torch.compile(lambda x: plain(x) + 1, backend="eager")(torch.ones(1))
     assert calls == [False]
-    assert _dynamo.can_compile()
+    assert compiler.can_compile()
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_what_was_asked_of_a_compiled_module(fullgraph: bool) -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=fullgraph)
-    assert _dynamo.is_one_graph(compiled) is fullgraph
+    assert compiler.is_one_graph(compiled) is fullgraph
 
 
 def test_what_a_compiled_function_was_made_of() -> None:
@@ -415,12 +428,12 @@ def test_what_a_compiled_function_was_made_of() -> None:
         return x + 1
 
     compiled = torch.compile(plain, backend="eager")
-    assert _dynamo.as_written(compiled) is plain
+    assert compiler.as_written(compiled) is plain
     around = functools.wraps(compiled)(lambda x: 2 * compiled(x))
-    assert _dynamo.as_written(around) is around
+    assert compiler.as_written(around) is around
     method = MethodType(compiled, torch.ones(1))
-    assert _dynamo.as_written(method) == MethodType(plain, method.__self__)
-    assert _dynamo.as_written(method)() == 2
+    assert compiler.as_written(method) == MethodType(plain, method.__self__)
+    assert compiler.as_written(method)() == 2
 
 
 def test_export_is_told() -> None:
@@ -428,7 +441,7 @@ def test_export_is_told() -> None:
 
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1 if _dynamo.is_exporting() else x
+            return x + 1 if compiler.is_exporting() else x
 
     x = torch.zeros(2)
     assert torch.equal(torch.export.export(Branch(), (x,)).module()(x), x + 1)
@@ -439,7 +452,7 @@ def test_export_is_told() -> None:
 def test_the_first_square_root_of_a_process_is_exact(run: int) -> None:
     """Computed by several threads it had 11 bits, in one process of four."""
     code = (
-        "import torch, fastclip._torch; torch.set_num_threads(2); x = torch.full((4484,), 0.3);"
+        "import torch, fastclip.core.torch_names; torch.set_num_threads(2); x = torch.full((4484,), 0.3);"
         "print(len({*x.sqrt().tolist()}))"
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -447,7 +460,7 @@ def test_the_first_square_root_of_a_process_is_exact(run: int) -> None:
 
 
 def test_no_ddp_runs() -> None:
-    assert _torch.running_ddp() is None
+    assert torch_names.running_ddp() is None
     assert hasattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module")
 
 
@@ -463,23 +476,23 @@ def test_iterators_of_loaders(workers: int) -> None:
                 yield [i]
 
     rows: Any = Rows()
-    before = _torch.LoaderIterator._next_index
-    calls = noted.Noted(_torch.LoaderIterator, "_next_index")
+    before = torch_names.LoaderIterator._next_index
+    calls = overrides.Noted(torch_names.LoaderIterator, "_next_index")
     calls.watch(owner := Owner())
     reader = iter(DataLoader(range(4), batch_sampler=rows, num_workers=workers))
-    assert isinstance(reader, _torch.LoaderIterator)
-    assert getattr(reader, _torch.INDEX_SAMPLER) is rows
+    assert isinstance(reader, torch_names.LoaderIterator)
+    assert getattr(reader, torch_names.INDEX_SAMPLER) is rows
     next(reader)
     next(reader)
     assert Rows.asking == (reader,)
     assert calls.innermost() is None
     del owner
-    assert _torch.LoaderIterator._next_index is before
-    assert getattr(reader, _torch.YIELDED) == 2
+    assert torch_names.LoaderIterator._next_index is before
+    assert getattr(reader, torch_names.YIELDED) == 2
     if workers:
-        assert getattr(reader, _torch.RECEIVED) == 2
-        assert getattr(reader, _torch.SENT) == 4
-    assert hasattr(reader, _torch.SENT) == bool(workers)
+        assert getattr(reader, torch_names.RECEIVED) == 2
+        assert getattr(reader, torch_names.SENT) == 4
+    assert hasattr(reader, torch_names.SENT) == bool(workers)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -490,32 +503,32 @@ def test_loaders_that_run(workers: int) -> None:
     class Rows(torch.utils.data.Sampler):
         def __iter__(self) -> Iterator[int]:
             for i in range(2):
-                seen.append(_torch.loader_runs())
+                seen.append(torch_names.loader_runs())
                 yield i
 
     class Drawn(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             if threading.current_thread() is threading.main_thread():
-                seen.append(_torch.loader_runs())
+                seen.append(torch_names.loader_runs())
             return func(*args, **(kwargs or {}))
 
     owner = Owner()
-    _torch.watch_loaders(owner)
+    torch_names.watch_loaders(owner)
     with Drawn():
         reader = iter(DataLoader(range(2), sampler=Rows(), num_workers=workers))
     assert len(seen) > 0
-    assert not _torch.loader_runs()
+    assert not torch_names.loader_runs()
     next(reader)
     assert all(seen)
-    assert not _torch.loader_runs()
+    assert not torch_names.loader_runs()
 
 
 def test_collate_functions_are_called_by_a_fetcher() -> None:
     def collate(items: list[int]) -> tuple[Any, list[int]]:
-        return _torch.fetch_calls.innermost()[1], items
+        return torch_names.fetch_calls.innermost()[1], items
 
     owner = Owner()
-    _torch.fetch_calls.watch(owner)
+    torch_names.fetch_calls.watch(owner)
     keys, items = next(iter(DataLoader(range(4), 2, collate_fn=collate)))
     assert keys == items == [0, 1]
 
@@ -530,19 +543,19 @@ def test_padding_is_one_function() -> None:
     sequences = [torch.ones(1), torch.ones(2)]
     with Heard():
         pad_sequence(sequences, batch_first=True)
-    assert heard == [(_torch.pad_sequences, 4)]
+    assert heard == [(torch_names.pad_sequences, 4)]
 
 
 def test_modes_hear_of_nothing_inside() -> None:
-    class Deaf(_torch.TorchDispatchMode):
+    class Deaf(torch_names.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             raise AssertionError
 
     x = torch.ones(2, 2)
-    with Deaf(), _torch.Undispatched():
+    with Deaf(), torch_names.Undispatched():
         assert (x + x).sum() == 8
-    assert _torch.memory_of(x) == _torch.memory_of(x[1])
-    assert _torch.memory_of(x) != _torch.memory_of(x.clone())
+    assert torch_names.memory_of(x) == torch_names.memory_of(x[1])
+    assert torch_names.memory_of(x) != torch_names.memory_of(x.clone())
 
 
 def test_operators_that_are_given_functions() -> None:
@@ -550,7 +563,7 @@ def test_operators_that_are_given_functions() -> None:
         torch.ops.higher_order.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
 
     heard: list[Any] = []
-    with _torch.hear_functions_given(heard.append):
+    with torch_names.hear_functions_given(heard.append):
         run()
         assert {*map(str, heard)} == {"cond"}
         heard.clear()
@@ -563,7 +576,7 @@ def test_operators_that_are_given_functions() -> None:
 
 def test_reentrant_checkpoints_go_through_apply(monkeypatch) -> None:
     monkeypatch.setattr(
-        _torch.CheckpointFunction, "apply", lambda run, state, *args: run(*args) + 1
+        torch_names.CheckpointFunction, "apply", lambda run, state, *args: run(*args) + 1
     )
     assert checkpoint(torch.neg, torch.ones(1), use_reentrant=True) == 0
 
@@ -572,34 +585,36 @@ def test_what_opacus_leaves() -> None:
     layer = nn.Linear(1, 1)
     wrapped = opacus.GradSampleModule(layer)
     wrapped(torch.ones(2, 1, requires_grad=True)).sum().backward()
-    assert _opacus.OPACUS_MARK in layer.weight.__dict__
-    assert {"grad_sample", _opacus.OPACUS_MARK} <= set(_opacus.OPACUS_PARAM_MONKEYPATCH_ATTRS)
+    assert opacus_names.OPACUS_MARK in layer.weight.__dict__
+    assert {"grad_sample", opacus_names.OPACUS_MARK} <= set(
+        opacus_names.OPACUS_PARAM_MONKEYPATCH_ATTRS
+    )
     assert "grad_sample" in layer.weight.__dict__
     wrapped.cleanup()
-    assert _opacus.OPACUS_MARK not in layer.weight.__dict__
+    assert opacus_names.OPACUS_MARK not in layer.weight.__dict__
 
 
 def test_opacus_marks_what_was_clipped() -> None:
     gradient = torch.ones(1)
-    _opacus.check_unprocessed(gradient)
-    _opacus.mark_processed(gradient)
+    opacus_names.check_unprocessed(gradient)
+    opacus_names.mark_processed(gradient)
     with pytest.raises(ValueError, match="zero_grad"):
-        _opacus.check_unprocessed(gradient)
+        opacus_names.check_unprocessed(gradient)
 
 
 def test_nestings() -> None:
-    leaves, spec = _torch.tree_flatten({"a": [1, (2,)]})
-    assert leaves == _torch.tree_leaves({"a": [1, (2,)]}) == [1, 2]
-    assert isinstance(spec, _torch.TreeSpec)
-    assert _torch.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
-    assert _torch.tree_map(str, [1]) == ["1"]
+    leaves, spec = torch_names.tree_flatten({"a": [1, (2,)]})
+    assert leaves == torch_names.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert isinstance(spec, torch_names.TreeSpec)
+    assert torch_names.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
+    assert torch_names.tree_map(str, [1]) == ["1"]
 
 
 def test_whether_results_must_be_the_same_each_time() -> None:
-    assert not _torch.are_deterministic()
+    assert not torch_names.are_deterministic()
     torch.use_deterministic_algorithms(True)
     try:
-        assert _torch.are_deterministic()
+        assert torch_names.are_deterministic()
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -629,7 +644,7 @@ def test_modules_at_rest(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (net, net[0]):
             module.unshard()
         whole = net[0].weight
-        with _torch.at_rest([net, net[0]]):
+        with torch_names.at_rest([net, net[0]]):
             out = net(x)
             assert out.dtype == torch.bfloat16
             assert net[0].weight is whole
@@ -650,9 +665,9 @@ def test_timeouts_of_groups(tmp_path) -> None:
         timeout=timedelta(seconds=7),
     )  # fmt: skip
     try:
-        assert _torch.timeout_of(distributed.group.WORLD) == timedelta(seconds=7)
+        assert torch_names.timeout_of(distributed.group.WORLD) == timedelta(seconds=7)
         another = distributed.new_group([0], backend="gloo")
-        assert _torch.timeout_of(another) == timedelta(minutes=30)
+        assert torch_names.timeout_of(another) == timedelta(minutes=30)
     finally:
         distributed.destroy_process_group()
 
@@ -667,7 +682,7 @@ def test_hooks_of_all_modules() -> None:
         module.register_module_full_backward_pre_hook, module.register_module_full_backward_hook,
     ):  # fmt: skip
         handle = register(lambda *args: None)
-        found.append([handle.id in table for table in _torch.hooks_of_all_modules()])
+        found.append([handle.id in table for table in torch_names.hooks_of_all_modules()])
         handle.remove()
     assert [any(kind) for kind in found] == [True] * 5
     assert [any(of_table) for of_table in zip(*found, strict=True)] == [True] * 6
@@ -675,7 +690,7 @@ def test_hooks_of_all_modules() -> None:
 
 def test_the_end_of_a_pool() -> None:
     """Its name; a build without CUDA has no allocator that could be asked."""
-    assert callable(_torch.end_of_pool)
+    assert callable(torch_names.end_of_pool)
 
 
 def test_an_attribute_that_is_heard_has_its_name() -> None:
@@ -691,7 +706,7 @@ def test_an_attribute_that_is_heard_has_its_name() -> None:
             Sub.asked.append(func.__self__.__name__)
             return super().__torch_function__(func, types, args, kwargs or {})
 
-    end = _torch.hear_exports(lambda what, x: None)
+    end = torch_names.hear_exports(lambda what, x: None)
     try:
         assert torch.ones(2).as_subclass(Sub).grad_fn is None
     finally:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, Weighte
 
 from fastclip import FastPrivacyEngine, clipping
 from fastclip.errors import ArgumentError, ArgumentTypeError, BatchSizeError, GraphError, StepError
-from tests.parallel.world import run
+from tests.distributed.world import run
 from tests.refusal import refused
 
 N, C = 24, 0.3

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastclip.accounting import checkpoint_file
-from fastclip.backward.batch_states import State
-from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.accounting import checkpoint
+from fastclip.backward.logical_batch import State
+from fastclip.backward.state import BookKeeper
+from fastclip.engine.optimizer import FastDPOptimizer
 
 
 def ledger_after_the_step() -> None:
@@ -43,7 +43,7 @@ def sums_are_kept() -> None:
 
 def no_checksum() -> None:
     """Checkpoints are loaded as torch.load loads them."""
-    checkpoint_file._check_whole = lambda path, name: None
+    checkpoint._check_whole = lambda path, name: None
 
 
 PLANTED = {

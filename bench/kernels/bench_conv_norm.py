@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from bench.kernels.case import Case, Make, normal
 from bench.kernels.shapes import CONVOLUTIONS
 from fastclip import ops
-from fastclip.layers import Record
-from fastclip.layers.conv import conv_record
 from fastclip.ops import ConvGeometry
-from fastclip.planner import Choice
+from fastclip.ops.planner import Choice
+from fastclip.rules import Record
+from fastclip.rules.conv import conv_record
 
 GHOST_POSITIONS = 200  # up to which a Gram of the positions is worth a case
 Layer = tuple[Any, ...]  # model, b, c, o, kernel, stride, size of the input, and groups if several

@@ -21,7 +21,7 @@ from transformers import BertConfig, BertModel
 from bench.kernels.case import Case, normal
 from bench.kernels.check import WrongResult
 from fastclip import ops
-from fastclip.noise import NoiseSource, SecureNoise, SeededNoise
+from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
 
 DIVISOR = 32.0
 MOMENTS = ((1, 0, 1), (2, 1, 2), (4, 3, 96))

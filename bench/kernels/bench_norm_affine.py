@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bench.kernels.case import Case, normal
 from bench.kernels.shapes import GROUP_NORMS, LAYER_NORMS
 from fastclip import ops
-from fastclip.ops import norm_backward
+from fastclip.ops import norms
 
 EPS = 1e-5
 LAYERS = [  # model, b, t, c
@@ -56,7 +56,7 @@ def layer_case(model: str, b: int, t: int, c: int, dtype: torch.dtype) -> Case:
         return {"x": x, "g": g, "mean": mean[..., 0], "rstd": rstd[..., 0], "weight": weight}
 
     def run(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
-        return norm_backward.layer_norm_backward(x, g, mean, rstd, weight, True)
+        return norms.layer_norm_backward(x, g, mean, rstd, weight, True)
 
     def backward(
         x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, mask: list[bool]
@@ -88,7 +88,7 @@ def rms_case(model: str, b: int, t: int, c: int, dtype: torch.dtype) -> Case:
         return {"x": x, "g": g, "rstd": rstd, "weight": weight}
 
     def run(x: Tensor, g: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
-        return norm_backward.rms_norm_backward(x, g, rstd, weight, True)
+        return norms.rms_norm_backward(x, g, rstd, weight, True)
 
     def opacus(x: Tensor, g: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
         layer = nn.RMSNorm(c, EPS, device="meta")
@@ -110,7 +110,7 @@ def group_case(model: str, b: int, c: int, t: int, k: int, dtype: torch.dtype) -
         return {"x": x, "g": g, "mean": mean, "rstd": rstd, "weight": weight}
 
     def run(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
-        return norm_backward.group_norm_backward(x, g, mean, rstd, weight, True)
+        return norms.group_norm_backward(x, g, mean, rstd, weight, True)
 
     def backward(
         x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, mask: list[bool]
@@ -181,11 +181,11 @@ def last_cases(model: str, b: int, c: int, t: int, k: int, dtype: torch.dtype) -
 
     def run_backward(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
         maps = x.flatten(2), g.flatten(2)
-        return norm_backward.group_norm_backward(*maps, mean, rstd, weight, True)
+        return norms.group_norm_backward(*maps, mean, rstd, weight, True)
 
     def through_copies(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
         maps = x.contiguous().flatten(2), g.contiguous().flatten(2)
-        dx, *own = norm_backward.group_norm_backward(*maps, mean, rstd, weight, True)
+        dx, *own = norms.group_norm_backward(*maps, mean, rstd, weight, True)
         return dx.view(x.shape).contiguous(memory_format=torch.channels_last), *own
 
     def public_backward(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:

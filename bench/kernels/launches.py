@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.clipping import Clipping, Hard, PerLayer, Quantile, Tanh, dpsgd_f, naive_reweighting
-from fastclip.kernels import KERNELS
 from fastclip.ops import LAYERS_TOGETHER, ConvGeometry
+from fastclip.ops.triton import KERNELS
 
 TYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32x3": torch.float32,
@@ -273,7 +273,7 @@ def kind_of_product(kind: str) -> Iterator[None]:
     """Inside, float32 products are what `kind` says, and tensors anywhere are taken."""
     modules = [
         module for name, module in sys.modules.items()
-        if name.startswith("fastclip.kernels.") and hasattr(module, "runs_on")
+        if name.startswith("fastclip.ops.triton.") and hasattr(module, "runs_on")
     ]  # fmt: skip
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if kind == "tf32x3" else "highest")

@@ -50,9 +50,9 @@ def anew() -> None:
     if (tuner := _autotuner()) is None:
         return
     tuner.check_disk_cache = _not_remembered
-    from fastclip.kernels import search
+    from fastclip.ops.triton import runtime
 
-    trials = search.trials
+    trials = runtime.trials
 
     def counted(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
         begin = time.perf_counter()
@@ -62,7 +62,7 @@ def anew() -> None:
             SEARCHED["trials"] += 1
             SEARCHED["search_s"] += time.perf_counter() - begin
 
-    search.trials = counted
+    runtime.trials = counted
 
 
 def forget(kernels: Iterable[Any]) -> None:

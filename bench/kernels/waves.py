@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from fastclip.kernels.runtime import next_power_of_2
-from fastclip.kernels.work import STORE, cost, splits_of
+from fastclip.ops.triton.runtime import STORE, cost, next_power_of_2, splits_of
 
 SIDE = LONGEST = 128
 SHORT = 64

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from bench.papers.scores import final
 from bench.papers.tables import chosen, pairs
-from fastclip.fairness.pictures import Line, dots, lines
+from fastclip.fairness.report import Line, dots, lines
 from fastclip.fairness.statistics import bootstrap_interval
 
 TRAINING = "training"

@@ -32,7 +32,7 @@ from bench.worst_case.ratios import MEASURES
 from bench.worst_case.search import exceeded
 from bench.worst_case.targets import TARGETS
 from bench.worst_case.turns import Turns
-from fastclip.files import write_whole
+from fastclip.core.system import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "bench" / "results" / "worst-case.json"

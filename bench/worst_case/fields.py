@@ -23,9 +23,9 @@ from bench.worst_case.ratios import (
     threshold_of,
 )
 from fastclip import ops
-from fastclip.layers import KeptRecord, LookupRecord
-from fastclip.layers.conv import conv_record
-from fastclip.layers.records import ConvRecord
+from fastclip.rules import KeptRecord, LookupRecord
+from fastclip.rules.conv import conv_record
+from fastclip.rules.records import ConvRecord
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _ADDED: Space = {**BATCH_GENES, **THRESHOLD_GENES}

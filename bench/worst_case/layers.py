@@ -20,7 +20,7 @@ from bench.worst_case.products import BATCH_GENES, NOTHING_KEPT
 from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_parts, threshold_of
 from fastclip import FastPrivacyEngine
 from fastclip.errors import ArgumentError
-from fastclip.planner import Planner
+from fastclip.ops.planner import Planner
 
 
 class Reused(nn.Module):

@@ -15,16 +15,16 @@ from bench.worst_case.genome import Choice, Count, Gene, Genome, Space
 from bench.worst_case.operands import in_batch, pair, pair_genes
 from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_record
 from fastclip import ops
-from fastclip.layers import LinearRecord, LookupRecord, Record, joint_record
-from fastclip.layers.folded import FoldedRecord
-from fastclip.layers.linear import linear_record
-from fastclip.layers.records import ViewedRecord, kept_record
+from fastclip.ops.planner import Choice as Plan
+from fastclip.ops.planner import Planner
 from fastclip.ops.units import UnitRows
-from fastclip.planner import Choice as Plan
-from fastclip.planner import Planner
-from fastclip.samples.place import Place
-from fastclip.uses.records import GroupedRecord, ProductRecord, RoutedRecord
-from fastclip.uses.regions import RegionsRecord, geometry_of
+from fastclip.rules import LinearRecord, LookupRecord, Record, joint_record
+from fastclip.rules.contraction import GroupedRecord, ProductRecord, RoutedRecord
+from fastclip.rules.contribution import FoldedRecord
+from fastclip.rules.linear import linear_record
+from fastclip.rules.records import ViewedRecord, kept_record
+from fastclip.rules.reuse import RegionsRecord, geometry_of
+from fastclip.samples.batch_axis import Place
 
 BATCH_GENES: Space = {"batch": Choice((1, 1, 1, 2, 3)), "place": Choice((0, 1, 2))}
 NOTHING_KEPT = Planner(memory_factor=0.0)

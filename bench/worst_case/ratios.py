@@ -15,7 +15,7 @@ from fastclip import ops
 from fastclip.clipping import Clipping
 from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.clipping.scales import Automatic, Global, GlobalAdapt, Hard, Tanh
-from fastclip.layers.record import Record
+from fastclip.rules.records import Record
 
 MEASURES = ("contribution", "underestimate")
 

@@ -11,7 +11,7 @@ from bench.worst_case.genome import Genome, crossed, drawn, mutated
 from bench.worst_case.operands import DTYPES
 from bench.worst_case.ratios import MEASURES, Ratios
 from bench.worst_case.targets import Target
-from fastclip.ops.numerics import slack
+from fastclip.core.numerics import slack
 
 ELITE = 8
 Found = dict[str, Any]

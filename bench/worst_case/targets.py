@@ -11,9 +11,9 @@ import torch
 from bench.worst_case import fields, layers, products
 from bench.worst_case.genome import Genome, Space
 from bench.worst_case.ratios import Ratios
+from fastclip.core.numerics import slack
 from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import use_backend
-from fastclip.ops.numerics import slack
 
 LONGEST, INTERPRETED = 4096, 96
 BOUND = 1.0

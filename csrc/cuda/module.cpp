@@ -36,7 +36,7 @@ pybind11::dict versions() {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "The CUDA C++ core of fastclip; fastclip.cuda holds its launchers.";
+  module.doc() = "The CUDA C++ core of fastclip; fastclip.ops.cuda holds its launchers.";
   pybind11::register_exception<fastclip::CudaError>(module, "CudaError", PyExc_RuntimeError);
   module.def("device_count", &fastclip::device_count,
              "Usable devices: 0 without a driver or a GPU, which is no error.");

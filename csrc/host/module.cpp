@@ -24,7 +24,7 @@ pybind11::dict versions() {
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
-  module.doc() = "The loops of fastclip for the CPU; fastclip.host holds their launchers.";
+  module.doc() = "The loops of fastclip for the CPU; fastclip.ops.host holds their launchers.";
   module.def("versions", &versions, "The compiler that made it, and the mark of its sources.");
   fastclip::Binding::bind_all(module);
 }

@@ -1,6 +1,6 @@
 // fastclip._path: the way of a call through torch's operators, followed while it runs.
 //
-// It is compiled against the torch that is installed, and serves no other. fastclip.samples.paths says
+// It is compiled against the torch that is installed, and serves no other. fastclip.samples.runs says
 // what it is for.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -37,7 +37,7 @@ class Recording {
 }  // namespace
 
 PYBIND11_MODULE(_path, module) {
-  module.doc() = "The way of a call through torch's operators; fastclip.samples.paths says what for.";
+  module.doc() = "The way of a call through torch's operators; fastclip.samples.runs says what for.";
   module.def("versions", [] {
     py::dict found;
     found["torch"] = TORCH_VERSION;

@@ -10,7 +10,7 @@ using torch::autograd::variable_list;
 namespace {
 
 struct ConvNode : public torch::autograd::Function<ConvNode> {
-  // Operators in the order of fastclip.layers.conv: fastclip.samples.paths follows them.
+  // Operators in the order of fastclip.rules.conv: fastclip.samples.runs follows them.
   static at::Tensor forward(AutogradContext* ctx, const c10::intrusive_ptr<Kept<Conv>>& kept, const at::Tensor& x,
                             const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     ctx->set_materialize_grads(false);

@@ -4,7 +4,7 @@ namespace fastclip {
 
 namespace {
 
-constexpr int64_t kChunk = 1024;  // fastclip.ops.numerics says why rows are cut
+constexpr int64_t kChunk = 1024;  // fastclip.core.numerics says why rows are cut
 
 at::Tensor in_type(const at::Tensor& x, at::ScalarType type) { return x.scalar_type() == type ? x : x.to(type); }
 

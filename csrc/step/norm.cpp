@@ -10,7 +10,7 @@ using torch::autograd::variable_list;
 namespace {
 
 struct NormNode : public torch::autograd::Function<NormNode> {
-  // Operators in the order of the rules in fastclip.layers.norm: fastclip.samples.paths follows them.
+  // Operators in the order of the rules in fastclip.rules.norm: fastclip.samples.runs follows them.
   static at::Tensor forward(AutogradContext* ctx, const c10::intrusive_ptr<Kept<Norm>>& kept, const at::Tensor& x,
                             const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     ctx->set_materialize_grads(false);

@@ -97,7 +97,7 @@ struct LinearNode : public torch::autograd::Function<LinearNode> {
   static at::Tensor forward(AutogradContext* ctx, const c10::intrusive_ptr<Kept<Linear>>& kept, const at::Tensor& x,
                             const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     ctx->set_materialize_grads(false);
-    // Operators in the order of LinearRule: fastclip.samples.paths follows them. The weight is saved in
+    // Operators in the order of LinearRule: fastclip.samples.runs follows them. The weight is saved in
     // the type in which it was multiplied, as torch's own layer saves it.
     const auto operand = kept->layer.slots->cast.of(x, kept->kind);
     const auto cast = weight.scalar_type() == kept->kind ? weight : weight.to(kept->kind);

@@ -39,7 +39,7 @@ struct Listed {
 };
 
 // The input that a forward pass has cast last: queries, keys and values share one copy, as they do where
-// Python casts (fastclip.layers.operand.LastCast).
+// Python casts (fastclip.rules.contribution.LastCast).
 class LastCast {
  public:
   at::Tensor of(const at::Tensor& x, at::ScalarType kind);

@@ -5,13 +5,11 @@
 
 from fastclip.accounting.attack import Attack, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier
+from fastclip.accounting.epsilon import NoiseLevels, compose, epsilon, history, remaining, split
 from fastclip.accounting.federated import FederatedLedger
-from fastclip.accounting.history import epsilon, history
-from fastclip.accounting.hpo import TunedEpsilon, hpo_epsilon
 from fastclip.accounting.pld import PLDAccountant
-from fastclip.accounting.shares import NoiseLevels, compose, remaining, split
-from fastclip.accounting.trials import Poisson, TruncatedNegativeBinomial
-from fastclip.accounting.truncation import TruncatedPoisson
+from fastclip.accounting.steps import TruncatedPoisson
+from fastclip.accounting.tuning import Poisson, TruncatedNegativeBinomial, TunedEpsilon, hpo_epsilon
 
 __all__ = [
     "Attack",

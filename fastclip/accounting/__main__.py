@@ -8,14 +8,12 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from fastclip.accounting.attack import RATES, in_words, strongest_attack
+from fastclip.accounting.attack import RATES, draw_attack, in_words, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier, planned_steps
+from fastclip.accounting.epsilon import history
 from fastclip.accounting.forecast import forecast, table
-from fastclip.accounting.history import history
-from fastclip.accounting.picture import draw_attack
-from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
-from fastclip.accounting.truncation import Rate, TruncatedPoisson, probability
-from fastclip.checks import positive, whole
+from fastclip.accounting.steps import Rate, TruncatedPoisson, probability
+from fastclip.accounting.tuning import Poisson, Trials, TruncatedNegativeBinomial
 from fastclip.clipping.schedules import (
     ConstantNoise,
     ExponentialNoise,
@@ -25,6 +23,7 @@ from fastclip.clipping.schedules import (
     StepNoise,
     TimeNoise,
 )
+from fastclip.core.checks import positive, whole
 from fastclip.errors import ArgumentError, FastclipError
 
 # Each schedule's class, and its options as (command-line name, keyword of the class).

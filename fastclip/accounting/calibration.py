@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fastclip.accounting.history import (
+from fastclip.accounting.epsilon import (
     checked,
     epsilon,
     history,
@@ -14,10 +14,9 @@ from fastclip.accounting.history import (
     refuse_changing_noise,
 )
 from fastclip.accounting.rdp import quiet_orders
-from fastclip.accounting.segments import History
-from fastclip.accounting.truncation import Rate, checked_rate, probability, refuse_truncated
-from fastclip.checks import between, positive, whole
+from fastclip.accounting.steps import History, Rate, checked_rate, probability, refuse_truncated
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
+from fastclip.core.checks import between, positive, whole
 from fastclip.errors import ArgumentError
 
 _CONSTANT = ConstantNoise()

@@ -7,20 +7,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastclip.accounting.history import epsilon, open_accountant
+from fastclip.accounting.epsilon import epsilon, open_accountant
 from fastclip.accounting.ledger import Ledger, lines_of
-from fastclip.accounting.protected import Protected, protected_by
-from fastclip.accounting.segments import KEY as NAMED
-from fastclip.accounting.segments import (
+from fastclip.accounting.ledger_file import TRAINING, WriteAheadLog
+from fastclip.accounting.steps import SEGMENTS_KEY as NAMED
+from fastclip.accounting.steps import (
     Entry,
+    Protected,
     Segments,
     joined,
+    protected_by,
     read_segments,
     remainder,
     runs,
     union,
 )
-from fastclip.accounting.write_ahead import TRAINING, WriteAheadLog
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _PEOPLE = ("disjoint", "shared")

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastclip.accounting.history import Entry, epsilon, history
-from fastclip.accounting.hpo import TunedEpsilon, hpo_epsilon
+from fastclip.accounting.epsilon import NoiseLevels, epsilon, history, split
 from fastclip.accounting.rdp import quiet_orders
-from fastclip.accounting.shares import NoiseLevels, split
-from fastclip.accounting.trials import Trials
-from fastclip.accounting.truncation import Rate, TruncatedPoisson, encoded, probability
+from fastclip.accounting.steps import Entry, Rate, TruncatedPoisson, encoded, probability
+from fastclip.accounting.tuning import Trials, TunedEpsilon, hpo_epsilon
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.errors import ArgumentError
 

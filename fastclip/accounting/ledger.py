@@ -2,44 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, cast
+from functools import cache, wraps
+from threading import RLock
+from typing import Any, TypeVar, cast
 
 from opacus.accountants import IAccountant
 
-from fastclip._opacus import to_load
-from fastclip.accounting.asked import Asked, asks_of
-from fastclip.accounting.history import open_accountant, refuse_changing_noise
-from fastclip.accounting.names import Names
-from fastclip.accounting.protected import BY_OPACUS, Protected, protected_by
-from fastclip.accounting.protected import KEY as PROTECTED
-from fastclip.accounting.segments import (
+from fastclip.accounting.epsilon import holding, open_accountant, refuse_changing_noise
+from fastclip.accounting.epsilon import spent as spent_epsilon
+from fastclip.accounting.ledger_file import LineLog, NotWritten, WriteAheadLog
+from fastclip.accounting.steps import (
+    BY_OPACUS,
     DIGEST,
-    KEY,
     LINES,
+    SEGMENTS_KEY,
     Entry,
+    Names,
+    Protected,
     Segments,
     Spent,
     check_entries,
     digest,
     joined,
+    protected_by,
     read_segments,
+    refuse_truncated,
     remainder,
     runs,
     saved_entries,
     union,
 )
-from fastclip.accounting.truncation import refuse_truncated
-from fastclip.accounting.undisturbed import OwnLock, step_beside, undisturbed
-from fastclip.accounting.write_ahead import LineLog, NotWritten, WriteAheadLog
+from fastclip.accounting.steps import PROTECTED_KEY as PROTECTED
+from fastclip.core.opacus_names import to_load
+from fastclip.core.system import this_process
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.forks import this_process
+from fastclip.ops.noise import DrawnStates
+
+# -------------------------------------------------------------------------------------------------
+# What a ledger is asked beside its steps: its epsilon, as the engine states it, and its noise.
+
+
+class Asked(IAccountant):
+    """A part of `Ledger`."""
+
+    kept_from: type[IAccountant]
+    """The accountant's class before it became a ledger."""
+
+    @property
+    def drawn(self) -> DrawnStates:
+        """From which states of generators the noise of its steps came, as far as this process knows."""
+        found: DrawnStates = self.__dict__.setdefault("_drawn", DrawnStates())
+        return found
+
+
+def asks_of(kind: type[IAccountant]) -> dict[str, Any]:
+    """`get_epsilon` of a class of accountants, with the guards of `engine.get_epsilon`."""
+
+    @wraps(kind.get_epsilon)
+    def get_epsilon(self: IAccountant, delta: float, *args: Any, **options: Any) -> float:
+        names = list(inspect.signature(kind.get_epsilon).parameters)[2:]
+        return spent_epsilon(self, delta, **dict(zip(names, args, strict=False)), **options)
+
+    return {"get_epsilon": get_epsilon, "kept_from": kind, "__doc__": kind.__doc__}
+
+
+# -------------------------------------------------------------------------------------------------
+# A history that others read while steps are recorded: threads, and handlers of signals.
+
+
+class OwnLock:
+    """Of one process: a fork has one of its own, whichever thread of its parent held the other."""
+
+    def __init__(self) -> None:
+        self._of = this_process(), RLock()
+
+    def now(self) -> Any:
+        """The lock of this process, to be held in a `with`."""
+        if self._of[0] != this_process():
+            self._of = this_process(), RLock()
+        return self._of[1]
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def undisturbed(method: _Method) -> _Method:
+    """Other threads wait; a signal's handler in this one finds what was recorded so far."""
+
+    @wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock.now():
+            return method(self, *args, **kwargs)
+
+    return cast("_Method", alone)
+
+
+def step_beside(book: IAccountant, above: type, *args: Any, **kwargs: Any) -> Callable[[], None]:
+    """Take a step of the class after `above` beside the history; nothing of `book` changes.
+
+    Opacus' accountants take the last entry away and put it back; a reader in between would miss it.
+
+    Returns:
+        What writes the step down, in one assignment.
+    """
+    kind: Any = type(book)
+    opacus = _is_opacus(kind, above)
+    last = max(len(book.history) - 1, 0) if opacus else 0  # theirs see the last entry only
+    twin = holding(book, book.history[last:])
+    recorded: Any = super(above, twin)  # type: ignore[arg-type]
+    recorded.step(*args, **kwargs)
+
+    def write_down() -> None:
+        if not opacus:  # whatever else it keeps
+            vars(book).update({**vars(twin), "history": book.history})
+        book.history[last:] = twin.history
+
+    return write_down
+
+
+@cache
+def _is_opacus(kind: type, above: type) -> bool:
+    own = (base for base in kind.__mro__ if not issubclass(base, above) and "step" in vars(base))
+    return next(own).__module__.startswith(("opacus.", "fastclip."))
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 class Ledger(Asked):
-    """What `keep_ledger` adds to an accountant: names of its steps (fastclip.accounting.segments).
+    """What `keep_ledger` adds to an accountant: names of its steps (fastclip.accounting.steps).
 
     `history` stays Opacus' list and is what epsilon is computed from. It begins with the steps of
     other segments (loaded, joined, from before a copy); what follows them was recorded here. Who
@@ -236,7 +330,7 @@ class Ledger(Asked):
             ) from None
         state = super().state_dict(destination)
         state.update(history=saved_entries(self.history), mechanism=self.mechanism())
-        state[KEY] = {name: saved_entries(part) for name, part in self.segments().items()}
+        state[SEGMENTS_KEY] = {name: saved_entries(part) for name, part in self.segments().items()}
         state[PROTECTED] = self.protected.saved()
         if self.lines:
             state[LINES] = {name: line.state_dict() for name, line in self.lines.items()}

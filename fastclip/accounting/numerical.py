@@ -25,7 +25,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
 from scipy.special import erf, erfcx, log_ndtr, logsumexp
 
-from fastclip.checks import between, positive
+from fastclip.core.checks import between, positive
 
 Part = tuple[float, float, int]
 """(noise multiplier, sampling rate, steps), of steps that are added up whatever their order."""

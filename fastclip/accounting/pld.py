@@ -12,12 +12,18 @@ from typing import Any
 from opacus.accountants import IAccountant, RDPAccountant
 from scipy.stats import binom
 
-from fastclip._opacus import register_accountant, to_load
 from fastclip.accounting.numerical import numerical_epsilon
 from fastclip.accounting.rdp import quiet_orders
-from fastclip.accounting.segments import Entry, saved_entries
-from fastclip.accounting.truncation import Rate, TruncatedPoisson, decoded, probability
-from fastclip.checks import between, positive
+from fastclip.accounting.steps import (
+    Entry,
+    Rate,
+    TruncatedPoisson,
+    decoded,
+    probability,
+    saved_entries,
+)
+from fastclip.core.checks import between, positive
+from fastclip.core.opacus_names import register_accountant, to_load
 from fastclip.errors import ArgumentError
 
 _FINEST = 100

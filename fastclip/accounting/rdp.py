@@ -15,8 +15,7 @@ import numpy as np
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 
-from fastclip.accounting.segments import History
-from fastclip.accounting.truncation import refuse_truncated
+from fastclip.accounting.steps import History, refuse_truncated
 from fastclip.errors import ArgumentError
 
 # Orders near 1 serve large epsilons, those beyond 63 small ones. Opacus' binomials overflow to an

@@ -4,7 +4,7 @@
 `CanaryScoreAuditor` takes any scores of canaries.
 """
 
-from fastclip.audit.auditor import CanaryScoreAuditor
+from fastclip.audit.bounds import CanaryScoreAuditor
 from fastclip.audit.own_report import Report
 from fastclip.audit.own_run import OwnRun, mix_in
 

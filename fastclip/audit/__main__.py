@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastclip.audit import mechanism, neighbours
+from fastclip.audit import mechanism, neighbors
 from fastclip.audit.mechanism import ALARM, Finding, audit
-from fastclip.audit.neighbours import Neighbours, Told, audit_neighbours
-from fastclip.audit.settings import NEIGHBOURS, SETTINGS
+from fastclip.audit.neighbors import NEIGHBOURS, SETTINGS, Neighbours, Told, audit_neighbours
 
 WIDTH = 44
 COLUMNS = (
@@ -75,14 +74,14 @@ def _settings(options: argparse.Namespace) -> list[Planned]:
 
 
 def _opacus(options: argparse.Namespace) -> list[Planned]:
-    from fastclip.audit import opacus_engine
+    from fastclip.audit import mechanism
 
-    given = _given(options, 2 * len(opacus_engine.SETTINGS))
-    made = partial(opacus_engine.audit, canaries=options.canaries, **given)
+    given = _given(options, 2 * len(mechanism.SETTINGS))
+    made = partial(mechanism.audit_opacus, canaries=options.canaries, **given)
     return [
         Planned(f"{mode}: {s.name}", partial(made, s, mode=mode), False)
         for mode in ("hooks", "functorch")
-        for s in opacus_engine.SETTINGS
+        for s in mechanism.SETTINGS
     ]
 
 
@@ -135,9 +134,9 @@ def _planned(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
             f"--canaries expects {mechanism.FEWEST} at least, got {options.canaries}: fewer do not "
             "show that half of the noise is missing"
         )
-    if any(one.runs for one in planned) and options.runs < neighbours.FEWEST:
+    if any(one.runs for one in planned) and options.runs < neighbors.FEWEST:
         parser.error(
-            f"--runs expects {neighbours.FEWEST} at least, got {options.runs}: fewer do not show a "
+            f"--runs expects {neighbors.FEWEST} at least, got {options.runs}: fewer do not show a "
             "number that tells of the row in half of them"
         )
     return planned

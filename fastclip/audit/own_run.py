@@ -2,26 +2,418 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
-from collections.abc import Callable, Iterator, Sized
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from fastclip.accounting.segments import new_name
-from fastclip.audit.announced import Announced
-from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite, most_of_one_run
-from fastclip.audit.claimed import neighbours_of
+from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.steps import Segments, new_name, remainder
+from fastclip.audit.bounds import FEWEST, CanaryScoreAuditor, finite, most_of_one_run
 from fastclip.audit.own_report import Report
-from fastclip.audit.row_losses import Losses, batches_of, losses_of
-from fastclip.audit.scored import Scored
-from fastclip.audit.watched import Seen, Watch
-from fastclip.checks import between, whole
-from fastclip.data.mixed import Mixed
+from fastclip.core.checks import between, whole
+from fastclip.data.design import SamplingDesign
+from fastclip.data.samplers import Mixed
+from fastclip.distributed.shards import digest
+from fastclip.engine.model import unwrap
+from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
+
+# -------------------------------------------------------------------------------------------------
+# How many bounds are looked at: the best of several is no bound, unless they share its
+# significance.
+
+
+_LIVE: WeakValueDictionary[str, Announced] = WeakValueDictionary()
+"""By name: copies, pickled ones too, are one in this process."""
+
+
+class Announced:
+    """The reports of one set of coins: what the first says, before a bound is seen, holds for all.
+
+    Copies share it, wherever they are in this process; in another they go on from what was reported when
+    they were made.
+    """
+
+    def __init__(self) -> None:
+        self._name = new_name()
+        self._first: dict[str, Any] = {}
+        """Settings of the first report; none before it."""
+        self._seen: set[bytes] = set()
+        _LIVE[self._name] = self
+
+    def check(self, scores: np.ndarray, delta: float, significance: float, reports: int) -> bytes:
+        """What `seen` takes once the report is made; the same report may be made again.
+
+        Raises:
+            ArgumentError: it is one more than was announced, or another number or significance is.
+        """
+        for name, value in {"reports": reports, "significance": significance}.items():
+            if self._first.get(name, value) != value:
+                raise ArgumentError(
+                    f"{name}={self._first[name]} was announced with the first report and cannot change "
+                    f"after it, got {value}"
+                )
+        report = hashlib.sha256(scores.tobytes() + np.float64(delta).tobytes()).digest()
+        if report not in self._seen and len(self._seen) >= reports:
+            raise ArgumentError(
+                "these coins have been reported with other scores or another delta "
+                f"(reports={reports}), and the best of several bounds is none at their significance: "
+                f"train anew, and announce them in the first report, reports={reports + 1}"
+            )
+        return report
+
+    def seen(self, report: bytes, significance: float, reports: int) -> None:
+        """It was made."""
+        self._first = {"reports": reports, "significance": significance}
+        self._seen.add(report)
+
+    def __reduce__(self) -> Any:
+        return _shared, (self._name, self._first, self._seen)
+
+
+def _shared(name: str, first: dict[str, Any], seen: set[bytes]) -> Announced:
+    """The one that bears the name, or a new one; reports of either have been made."""
+    found = _LIVE.get(name)
+    if found is None:
+        found = Announced.__new__(Announced)
+        found._name, found._first, found._seen = name, {}, set()
+        _LIVE[name] = found
+    found._first = found._first or dict(first)
+    found._seen |= seen
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Whether a run draws the canaries that an audit is about.
+
+
+def check_drawn(who: str, designs: Iterable[SamplingDesign], coins: str | None) -> None:
+    """Refuse a run of which the coins tell nothing.
+
+    Args:
+        who: the argument that is looked at. designs: how rows are drawn, of each model.
+        coins: their name; None where they were not mixed in by `mix_in`, so that nothing is known.
+
+    Raises:
+        ArgumentError: no model was trained on the canaries, or some of them cannot be drawn.
+    """
+    if coins is None:
+        return
+    found = [d.canaries for d in designs if d.canaries is not None and d.canaries.coins == coins]
+    if not found:
+        raise ArgumentError(
+            f"{who} expects a run whose data loader draws from the data set that mix_in returned, got "
+            "one that draws from another: pass it to the DataLoader as it is, and split or transform "
+            "data_set and canaries before mix_in"
+        )
+    if not any(canaries.drawn for canaries in found):
+        raise ArgumentError(
+            f"{who} expects a run that may draw each canary, as a unit of its own, got one whose "
+            "sampler or unit_ids leave some out: give all canaries a weight above 0 and ids of their "
+            "own, and choose rows of data_set before mix_in"
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Of which model scores are: what a report holds against the models of the engine that it is given.
+
+
+class Weights:
+    """Of a model that canaries were scored by: its parameters themselves, and what they were then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(unwrap(model).named_parameters())
+        self._own = [weakref.ref(p) for p in named.values()]
+        self._then = {name: digest([_local(p)]) for name, p in named.items()}
+
+    def __reduce__(self) -> Any:
+        """A copy knows what they were."""
+        return _restored, (self._then,)
+
+    def are_of(self, trained: Mapping[nn.Parameter, str]) -> bool:
+        """Whether a run trains these parameters, or its own (and their names) are equal to them now."""
+        own = {id(p) for ref in self._own if (p := ref()) is not None}
+        if own.issuperset(map(id, trained)):
+            return True
+        return all(self._then.get(name) == digest([_local(p)]) for p, name in trained.items())
+
+
+def _restored(then: dict[str, str]) -> Weights:
+    found = Weights.__new__(Weights)
+    found._own, found._then = [], then
+    return found
+
+
+def _local(p: Tensor) -> Tensor:
+    return p.to_local() if hasattr(p, "to_local") else p
+
+
+class Scored:
+    """Which scores are of which model."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Weights] = {}
+
+    def remember(self, scores: Tensor, model: nn.Module) -> None:
+        """They are of this model as it is now."""
+        self._models[_digest(scores.numpy())] = Weights(model)
+
+    def check(self, scores: np.ndarray, trained: Iterable[Mapping[nn.Parameter, str]]) -> None:
+        """Refuse those of a model that was not trained there; nothing is known of scores from elsewhere.
+
+        Args:
+            scores: float64 [canaries]. trained: the parameters of each model, and their names.
+
+        Raises:
+            ArgumentError: they are of another model.
+        """
+        model = self._models.get(_digest(scores))
+        if model is not None and not any(model.are_of(names) for names in trained if names):
+            raise ArgumentError(
+                "engine expects the engine that trained the model of these loss_scores, got one that "
+                "has trained another: pass the engine of the run, and score the model that make_private "
+                "was given, or a copy of it as it is now"
+            )
+
+
+def _digest(scores: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(scores, dtype=np.float64).tobytes()).hexdigest()
+
+
+# -------------------------------------------------------------------------------------------------
+# Losses of canaries, one a row, and their derivatives by a model's weights.
+
+
+Losses = Callable[[Any, Any], Tensor]
+"""losses(model, batch): the loss of each row, [b]."""
+Batches = Iterable[tuple[int, Any]]
+"""(rows, batch) of all canaries, in order."""
+
+
+def batches_of(canaries: Dataset[Any], batch_size: int, collate: Any) -> Iterator[tuple[int, Any]]:
+    """With the number of canaries in each."""
+    count = len(canaries)  # type: ignore[arg-type]
+    batches = DataLoader(canaries, batch_size=batch_size, collate_fn=collate)
+    for number, batch in enumerate(batches):
+        yield min(batch_size, count - number * batch_size), batch
+
+
+def losses_of(model: nn.Module, losses: Losses, batches: Batches) -> Tensor:
+    """Of a model in evaluation mode, [canaries], float64 on the CPU.
+
+    Raises:
+        ArgumentError: they are not one a row.
+    """
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return torch.cat([_one_a_row(losses(model, batch), count) for count, batch in batches])
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+class Slopes(nn.Module):
+    """How the losses of rows change along a direction of the weights.
+
+    Args:
+        model: of its own, which it is called with; what it is at is said at each call.
+        losses: which may use the model as any other: its parts, its parameters, its attributes.
+    """
+
+    def __init__(self, model: nn.Module, losses: Losses) -> None:
+        super().__init__()
+        self.model, self._losses = model, (losses,)  # in a tuple: it may be a module
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss of each row."""
+        return self._losses[0](self.model, batch)
+
+    def along(
+        self, step: dict[str, Tensor], weights: dict[str, Tensor], rest: dict[str, Tensor],
+        batches: Batches,
+    ) -> Tensor:  # fmt: skip
+        """[canaries], float64 on the CPU; one pass in forward mode.
+
+        Args:
+            step: the direction, by parameter. weights: the same parameters.
+            rest: the other parameters and the buffers.
+
+        Raises:
+            ArgumentError: losses that are not one a row, or do not depend on the model.
+        """
+        primal, tangent, held = (
+            {f"model.{n}": t for n, t in d.items()} for d in (weights, step, rest)
+        )
+        found = []
+        for count, batch in batches:
+
+            def at(moved: dict[str, Tensor], batch: Any = batch) -> Tensor:
+                return functional_call(self, {**held, **moved}, (batch,))
+
+            try:
+                with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+                    slopes = jvp(at, (primal,), (tangent,), strict=True)[1]
+            except RuntimeError as error:
+                if "independent of the inputs" not in str(error):
+                    raise
+                raise ArgumentError(
+                    "losses expects to return losses of the model that it is given, and what it returns "
+                    "does not depend on it: call the argument, losses(model, batch), not a model from "
+                    "outside"
+                ) from error
+            found.append(_one_a_row(slopes, count))
+        return torch.cat(found)
+
+
+def _one_a_row(found: Tensor, count: int) -> Tensor:
+    if found.shape != (count,):
+        raise ArgumentError(
+            f"losses expects to return one loss a row, [{count}], got shape {tuple(found.shape)}; take "
+            "reduction='none', and the mean over what is not the batch"
+        )
+    return found.detach().double().cpu()
+
+
+# -------------------------------------------------------------------------------------------------
+# Scores of canaries by every noisy gradient that an optimizer releases.
+
+
+@dataclass
+class Seen:
+    """What was seen of a run until now; a copy of a Watch, which watches nothing."""
+
+    scores: Tensor
+    """[canaries], float64 on the CPU."""
+    steps: int = 0
+    """That were looked at."""
+    missed: int = 0
+    """That were accounted since it began, and not shown to it."""
+    accounted: Segments = field(default_factory=dict)
+    """By the ledger of the run, by name."""
+
+    def count(self) -> Seen:
+        """Itself, with the steps that were missed until now."""
+        return self
+
+    def accounted_by(self, ledger: Ledger) -> bool:
+        """Whether these steps are in its epsilon."""
+        have = ledger.segments()
+        return all(
+            remainder(have.get(n, []), part) is not None for n, part in self.accounted.items()
+        )
+
+
+class Watch(Seen):
+    """Looks at each step of one optimizer from now on.
+
+    Args:
+        model, optimizer: as make_private returned them. losses: of each row of a batch.
+        batches: of all canaries. count: of the canaries.
+        coins: as of `check_drawn`.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: for another optimizer, or that of another model.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, losses: Losses, batches: Callable[[], Batches],
+        count: int, coins: str | None,
+    ) -> None:  # fmt: skip
+        if not hasattr(optimizer, "keeper"):
+            raise ArgumentTypeError(
+                "watch expects the optimizer that make_private returned in the fast mode, got "
+                f"{type(optimizer).__name__}"
+            )
+        self._live, self._optimizer, self._batches = unwrap(model), optimizer, batches
+        own = {id(p) for p in self._live.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ArgumentError(
+                "watch expects the model and the optimizer of one make_private, and this optimizer "
+                "trains other parameters than the model's"
+            )
+        check_drawn("watch", [optimizer.account.design], coins)
+        self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # which nothing follows
+        super().__init__(torch.zeros(count, dtype=torch.float64, device="cpu"))
+        self._shown = optimizer.account.steps
+        optimizer.attach_step_hook(self._look)
+
+    def _look(self, _: Any) -> None:
+        """A step is about to be released."""
+        self._shown += 1
+        held = dict(self._live.named_parameters())
+        step = {name: p.grad.detach() for name, p in held.items() if p.grad is not None}
+        now = {name: held[name].detach() for name in step}
+        rest = {name: p.detach() for name, p in held.items() if name not in step}
+        rest |= {name: buffer.detach() for name, buffer in self._live.named_buffers()}
+        self.scores += self._slopes.along(step, now, rest, self._batches())
+        self.steps += 1
+
+    def count(self) -> Watch:
+        """Itself, with the steps that were missed until now."""
+        self.missed = self._optimizer.account.steps - self._shown
+        return self
+
+    def accounted_by(self, ledger: Ledger) -> bool:
+        """Whether these steps are in its epsilon."""
+        return self._optimizer.ledger is ledger
+
+    def __reduce__(self) -> Any:
+        """Coins and scores are copied, no run is."""
+        segments = self._optimizer.ledger.segments()
+        return Seen, (self.scores.clone(), self.steps, self.count().missed, segments)
+
+
+# -------------------------------------------------------------------------------------------------
+# Whether what an engine claims is about the coins of an audit, and of the run that was scored.
+
+
+def neighbours_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
+    """Between whom nobody can tell by its claim, which must be what the coins are about.
+
+    Args:
+        engine: of the run. seen: what was watched of it. coins: as of `check_drawn`.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: another engine, or another claim.
+    """
+    if not isinstance(engine, FastPrivacyEngine):
+        raise ArgumentTypeError(
+            f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}"
+        )
+    if seen is not None and not seen.accounted_by(engine.accountant):
+        raise ArgumentError(
+            "engine expects the engine of the run that was watched, got one that has not accounted "
+            "its steps"
+        )
+    if not engine.accountant.history:
+        raise ArgumentError("engine has taken no step yet, so that nothing is claimed: train first")
+    claim = engine.mechanism()
+    check_drawn("engine", (run.design for run in engine._runs), coins)
+    if claim.units is not None:
+        raise ArgumentError(
+            f"the claim is for {claim.neighbours}, and the coins put rows in or leave them out, "
+            "which their public number tells: pass sample_rate and expected_batch_size to "
+            "make_private, with Poisson sampling and without other steps in the engine"
+        )
+    return claim.neighbours
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 LEAST = 4 * FEWEST
 """Canaries below which nothing could be proved."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
-from fastclip.backward.sums import ClippedSums
-from fastclip.backward.together import (
+from fastclip.backward.loss import SeenLoss
+from fastclip.backward.sums import (
     SMALL,
+    ClippedSums,
     Entry,
     LinearSums,
     Stack,
@@ -23,14 +23,14 @@ from fastclip.backward.together import (
     norms_of_linear,
     stack_small,
 )
+from fastclip.core.numerics import slack, widen
+from fastclip.distributed.ranks import Ranks, whole
 from fastclip.errors import GraphError, where
-from fastclip.layers import KeptRecord, Record, joint_record
-from fastclip.ops.numerics import slack, widen
+from fastclip.ops.planner import Planner
 from fastclip.ops.units import UnitRows
-from fastclip.parallel.ranks import Ranks, whole
-from fastclip.planner import Planner
+from fastclip.rules import KeptRecord, Record, joint_record
+from fastclip.rules.use import Target
 from fastclip.samples.calls import Calls, Forward
-from fastclip.uses.tap import Target
 
 
 class BackwardPass:

@@ -13,6 +13,7 @@ import copy
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,14 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip._torch import hooks_of
 from fastclip.backward import python_nodes
-from fastclip.backward.arithmetic import uncast
+from fastclip.backward.python_nodes import uncast
 from fastclip.backward.tapped import TappedLayers
-from fastclip.compiled import of_this_torch
+from fastclip.core.autograd import is_of_cpp, refusing, unopened
+from fastclip.core.building import of_this_torch
+from fastclip.core.numerics import lost_squares, may_be_zero
+from fastclip.core.torch_names import hooks_of, version_of
 from fastclip.errors import GraphError, where
-from fastclip.graph import is_of_cpp, refusing, unopened
-from fastclip.layers.rule import all_unchanged
+from fastclip.rules.protocol import all_unchanged
+from fastclip.rules.records import written_to
 from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 
@@ -274,3 +277,76 @@ def _normalised(
 
 for made_by in {nodes, python_nodes}:
     made_by.ask(_refuse, _take, refusing, _normalised)
+
+
+# -------------------------------------------------------------------------------------------------
+# Bare linear layers on a CPU: norms in one call, sums in few.
+
+
+ROOM = 1 << 20
+"""Bytes of sums that come into being at once; the operands of their layers are let go of then."""
+
+
+@dataclass
+class LinearStack:
+    """Weights [p, d] of k layers, with the layers' inputs a [b, t, d] and output gradients g [b, t, p];
+    where t is 1 they may be [b, d] and [b, p].
+
+    Attributes:
+        single: t is 1 of all of them, else of none. transposed: of each, whether its weight is [d, p].
+    """
+
+    single: bool
+    parameters: list[nn.Parameter]
+    a: list[Tensor]
+    g: list[Tensor]
+    transposed: list[bool]
+
+    def __post_init__(self) -> None:
+        self._versions = [*map(version_of, (*self.a, *self.g))]
+
+    @property
+    def device(self) -> torch.device:
+        """On which the sums are computed."""
+        return self.parameters[0].device
+
+    def norms(self) -> Tensor:
+        """Squared norms of the weights' gradients, [k, b]."""
+        if not self.single:
+            return ops.gram_norms([*zip(self.a, self.g, strict=True)]).raised()
+        return nodes.single_norms(self.a, self.g, *map(_lost, (self.a, self.g)))
+
+    def clipped_sums(self, scales: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Of every weight; its operands are let go of.
+
+        Args:
+            scales: [b], or [k, b].
+        """
+        if [*map(version_of, (*self.a, *self.g))] != self._versions:
+            raise written_to()
+        any_zero, last = may_be_zero(scales), len(self.parameters)
+        while last:
+            first = self._first_of(last)
+            own = scales if scales.dim() == 1 else scales[first:last]
+            turned = self.transposed[first:last]
+            sides = zip(self.a[first:], self.g[first:], turned, strict=True)
+            a, g = zip(*((g, a) if t else (a, g) for a, g, t in sides), strict=True)
+            del self.a[first:], self.g[first:]
+            sums = nodes.scaled_sums(a, g, own, any_zero)
+            del a, g
+            yield from zip(self.parameters[first:last], sums, strict=True)
+            last = first
+
+    def _first_of(self, last: int) -> int:
+        """The first of the layers before the `last`, counted from 1, whose sums have room together."""
+        first, size = last - 1, self.parameters[last - 1].nbytes
+        while first and (size := size + self.parameters[first - 1].nbytes) <= ROOM:
+            first -= 1
+        return first
+
+
+def _lost(side: list[Tensor]) -> list[float]:
+    """What squares that underflow can hide of each."""
+    kinds = [(x.shape[-1], x.dtype) for x in side]
+    known = {kind: lost_squares(*kind) for kind in {*kinds}}
+    return [known[kind] for kind in kinds]

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.accounting import NoiseLevels, remaining, split
-from fastclip.accounting.shares import multiplier
-from fastclip.checks import whole
+from fastclip.accounting.epsilon import multiplier
 from fastclip.clipping import Clipping, Thresholds
 from fastclip.clipping.contract import check_contract
 from fastclip.clipping.policy import LARGEST, SMALLEST, split_refused
+from fastclip.core.checks import whole
+from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, say
-from fastclip.noise import NoiseSource, SeededNoise
+from fastclip.ops.noise import NoiseSource, SeededNoise
 from fastclip.ops.units import UnitRows
-from fastclip.parallel.ranks import Ranks
 
 
 class ClippingState:

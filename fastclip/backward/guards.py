@@ -2,27 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._opacus import OPACUS_MARK
-from fastclip._torch import gradient_hooks, hooks_of, transformed
-from fastclip.backward.not_kept import NOT_KEPT
+from fastclip.core.autograd import above_private
+from fastclip.core.opacus_names import OPACUS_MARK
+from fastclip.core.torch_names import BatchNormBase, gradient_hooks, hooks_of, transformed
 from fastclip.errors import (
     VALUES_IN_LOSSES,
+    GradSampleError,
     GraphError,
     ParameterLeakError,
     StepError,
     UnsupportedLayerError,
     say,
 )
+from fastclip.trace.findings import Report
+
+# -------------------------------------------------------------------------------------------------
+# What `p.grad_sample` of a private parameter is after a pass: an error for whoever reads it.
+#
+# Programs around Opacus read per-sample gradients between backward and step. None are kept here,
+# and
+# `None` in their place would say so only by an error about `None`.
+
+
+_SAYS = (
+    "p.grad_sample was read, but no per-sample gradients are kept; read optimizer.per_sample_norms and "
+    "p.summed_grad, or make the model private with FastPrivacyEngine and grad_sample_mode='hooks'"
+)
+
+
+def _refuse(*args: Any, **options: Any) -> NoReturn:
+    raise GradSampleError(_SAYS)
+
+
+class NotKept:
+    """In the place of per-sample gradients; false, and saved as an empty dict."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "<per-sample gradients are not kept>"
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # which torch.load takes, as it does not take None's type
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotKept:
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse()
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **options: Any) -> NoReturn:
+        _refuse()
+
+    __len__ = __getitem__ = __iter__ = __neg__ = __abs__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
+
+
+NOT_KEPT = NotKept()
+
+
+def show(parameters: Iterable[nn.Parameter], kept: NotKept | None = NOT_KEPT) -> None:
+    """A pass has contributed, or what passes have left is cleared."""
+    for p in parameters:
+        p.grad_sample = kept  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 class LeakGuard:
@@ -88,7 +152,7 @@ def _met(
             f"parameter {name!r} was used where it could not be followed (a custom autograd function, "
             "a scripted function, a value that the model returns), so its gradient would be unclipped; "
             "use torch's own functions in the model's forward, write the layer's rule with "
-            "@fastclip.layers.register_rule, or freeze the parameter; a penalty without data must be in "
+            "@fastclip.rules.register_rule, or freeze the parameter; a penalty without data must be in "
             f"the loss from the first step on, in one form; {VALUES_IN_LOSSES}"
         )
     owner.penalties.take(p, keeper)
@@ -250,3 +314,72 @@ class NonFiniteMonitor:
             "a sample's gradient is not finite (NaN or inf); it contributes exactly zero and "
             "training goes on. This warning is given once; it is not private"
         )
+
+
+# -------------------------------------------------------------------------------------------------
+# BatchNorm couples the samples of a batch: refused at first, and whenever it would train again.
+
+
+WAY_OUT = "FastPrivacyEngine.get_compatible_module(model) replaces it"
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether the module normalises over the batch when it trains."""
+    return isinstance(module, BatchNormBase)
+
+
+def check_batch_norm(path: str, module: nn.Module) -> None:
+    """Refuse a BatchNorm that is trained, or that uses the statistics of the batch."""
+    if is_batch_norm(module) and (module.training or trained(module)):
+        raise UnsupportedLayerError(
+            f"{path or 'the model'} ({type(module).__name__}): BatchNorm makes each sample's output "
+            f"depend on the rest of its batch, so no per-sample gradient exists; {WAY_OUT} by "
+            "GroupNorm" + ("" if trained(module) else ", or .eval() freezes its statistics")
+        )
+
+
+def trained(module: nn.Module) -> bool:
+    """Whether the module holds trainable parameters itself."""
+    return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+# -------------------------------------------------------------------------------------------------
+# Trained tensors that are none of the model's, as a traced step meets them beside data.
+
+
+def watch_outside(held: weakref.ref[Any], x: Tensor, line: str) -> None:
+    """Let no gradient come to such a tensor in a pass that trains the model, too.
+
+    Args:
+        held: the step (fastclip.backward.traced_step). x: the tensor. line: of the user's, where it met
+            data.
+    """
+    step = held()
+    if step is None or not x.requires_grad or is_guarded(x):
+        return
+    if x.grad_fn is not None:
+        below = above_private(deque([x.grad_fn]))
+        if not any(hasattr(node, "variable") for node in below):
+            return  # computed by private models alone
+
+    def came(gradient: Tensor | None) -> None:
+        step = held()
+        if gradient is None or step is None:
+            return
+        step.came.append((x, line))
+        if step.opened:
+            raise trained_outside(step.tracer.report, x, line)
+
+    with step.tracer.aside():
+        step.handles.append(x.register_hook(came))
+
+
+def trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError:
+    """The error of a pass that trains such a tensor, noted in the report."""
+    report.outside.append((f"{list(x.shape)}", line))
+    kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
+    return ParameterLeakError(
+        f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
+        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
+        "before make_private, or detach it."
+    )

@@ -17,10 +17,9 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from fastclip._torch import at_end_of_pass, backward_calls, current_task
-from fastclip.backward.loss_graph import running_roots
-from fastclip.backward.loss_scale import is_scaled, running_scale
-from fastclip.graph import Node, above_private
+from fastclip.backward.loss import is_scaled, running_roots, running_scale
+from fastclip.core.autograd import Node, above_private
+from fastclip.core.torch_names import at_end_of_pass, backward_calls, current_task
 
 Form = tuple[Any, ...]
 """Which functions a loss makes of parameters past the private model."""

@@ -7,7 +7,8 @@ input's gradient, and lists what the clipped sums need.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastclip._torch import (
+from fastclip.core.autograd import differentiable_once, private_function, takes_part
+from fastclip.core.numerics import row_norm_sq, widen
+from fastclip.core.torch_names import (
     dispatch_modes,
     function_modes,
     plain_apply,
@@ -23,16 +26,41 @@ from fastclip._torch import (
     transformed,
     version_of,
 )
-from fastclip.backward.arithmetic import uncast
-from fastclip.graph import differentiable_once, private_function, takes_part
-from fastclip.layers.conv import ConvRule
-from fastclip.layers.embedding import EmbeddingRule
-from fastclip.layers.linear import LinearRule, TransposedLinearRule
-from fastclip.layers.norm import GroupNormRule, LayerNormRule, RMSNormRule
-from fastclip.layers.operand import LastCast
-from fastclip.layers.record import KeptRecord
-from fastclip.layers.rule import LayerRule
-from fastclip.ops.numerics import row_norm_sq, widen
+from fastclip.ops import full_float32
+from fastclip.rules.contribution import LastCast
+from fastclip.rules.conv import ConvRule
+from fastclip.rules.embedding import EmbeddingRule
+from fastclip.rules.linear import LinearRule, TransposedLinearRule
+from fastclip.rules.norm import GroupNormRule, LayerNormRule, RMSNormRule
+from fastclip.rules.protocol import LayerRule
+from fastclip.rules.records import KeptRecord
+
+# -------------------------------------------------------------------------------------------------
+# How norms and clipped sums are computed, whatever the training loop has set for itself.
+
+
+_AS_IT_IS = nullcontext()
+
+
+def uncast(g: Tensor) -> AbstractContextManager[Any]:
+    """Inside, the caller's autocast (a backward pass in its block) is off where this tensor lies."""
+    kind = g.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+
+
+@contextmanager
+def arithmetic(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Norms and clipped sums of these parameters are computed inside."""
+    # The settings of float32 products are raised once for all norms and sums of a pass.
+    with torch.no_grad(), full_float32(), ExitStack() as stack:
+        for device in {parameter.device.type for parameter in parameters}:
+            # The caller's autocast (a backward pass inside its block) is not for norms and sums.
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 NORMS: tuple[LayerRule, ...] = LayerNormRule(), RMSNormRule(), GroupNormRule()
 """Of layers that normalise, by the numbers that nodes have for them."""
@@ -330,7 +358,7 @@ class Norm(_Slot):
 
 
 class _NormCall:
-    """What a norm's rule sees and does in its backward pass (`fastclip.layers.rule.LayerCall`)."""
+    """What a norm's rule sees and does in its backward pass (`fastclip.rules.protocol.LayerCall`)."""
 
     def __init__(self, ctx: Any, g: Tensor, wanted: list[Any]) -> None:
         self.g, self.saved, self.needs_input_grad = g, ctx.saved_tensors, ctx.needs_input_grad[2]

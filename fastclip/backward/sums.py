@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip._torch import base_of, plain_results
+from fastclip.core.torch_names import base_of, plain_results
 from fastclip.errors import GraphError, StepError
+from fastclip.rules import BiasRecord, KeptRecord, LinearRecord, Record, join
 
 _NONE = None, 0, None, None
 _SHAPE, _NOTHING = attrgetter("shape"), {type(None)}
@@ -148,3 +151,254 @@ def changed(what: str) -> StepError:
         "there to be read; change p.grad after the noise (optimizer.pre_step() or a step hook), and "
         "call optimizer.zero_grad() now"
     )
+
+
+# -------------------------------------------------------------------------------------------------
+# What a pass computes for several parameters at once: small operations cost most when they begin.
+
+
+SMALL = 4096
+"""Entries up to which a parameter's kept gradients wait for others of their size."""
+
+ROOM = 32 << 20
+"""Bytes of sums of linear layers, computed together, that are always allowed."""
+
+
+@dataclass
+class Entry:
+    """The contributions of one pass to one parameter."""
+
+    parameter: nn.Parameter
+    records: list[Record]
+    norm_sq: Tensor | ops.LaterNorm | None = None
+    """[b], or what it is made of; None until the pass ends."""
+    rows: Tensor | None = None
+    """In the place of records: gradients [b, n] of a small parameter, in the accumulation type."""
+
+    def join(self, record: Record) -> None:
+        """One more contribution."""
+        self.settle()
+        self.records[:] = [own.settled() for own in self.records]
+        join(self.records, record.settled())
+
+    def settle(self) -> None:
+        """Make a record of its rows, if it has any."""
+        if self.rows is not None:
+            gradients = self.rows.reshape(len(self.rows), *self.parameter.shape)
+            self.records.append(KeptRecord(gradients))
+            self.rows = None
+
+
+def alone(entries: Iterable[Entry]) -> list[Entry]:
+    """Those with one record, whose norm is not known."""
+    return [entry for entry in entries if entry.norm_sq is None and len(entry.records) == 1]
+
+
+def _is_small(record: Record) -> bool:
+    """It holds the gradients of a small parameter, as they are."""
+    if type(record) is not KeptRecord or not record.as_given:
+        return False
+    return record.gradients.dim() > 0 and record.gradients.shape[1:].numel() <= SMALL
+
+
+class Stack(Protocol):
+    """What several parameters have together, each from one use of its own.
+
+    Attributes:
+        parameters: k of them. device: on which their sums are computed.
+    """
+
+    parameters: list[nn.Parameter]
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def clipped_sums(self, scales: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Of every parameter, a tensor with a version of its own.
+
+        Args:
+            scales: [b], or [k, b].
+        """
+
+
+@dataclass
+class KeptStack:
+    """The gradients of k small parameters of n entries each, [k, b, n]."""
+
+    parameters: list[nn.Parameter]
+    gradients: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.gradients.device
+
+    def norms(self) -> Tensor:
+        """Their squares, [k, b]."""
+        return ops.row_norm_sq(self.gradients.flatten(0, 1)).view(self.gradients.shape[:2])
+
+    def clipped_sums(self, scales: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Of every parameter, [n].
+
+        Args:
+            scales: [b], or [k, b].
+        """
+        sums = ops.kept_sums(self.gradients, scales).unbind()
+        # `data` has a version of its own, so that no part need be copied out of the buffer.
+        return zip(self.parameters, (row.data for row in sums), strict=True)
+
+
+def norms_of_linear(entries: Sequence[Entry]) -> list[Stack]:
+    """Linear layers of one kind get their norms together on a GPU, with their biases' gradients.
+
+    Args:
+        entries: with one record each, as are those of the functions below.
+
+    Returns:
+        The biases' gradients, taken out of their entries, which get their norms.
+    """
+    biases: dict[int, Entry] = {}
+    groups: dict[Any, list[tuple[Entry, LinearRecord]]] = {}
+    linears: list[tuple[Entry, LinearRecord]] = []
+    for entry in entries:
+        record = entry.records[0]
+        if type(record) is BiasRecord:
+            biases[id(record.linear)] = entry
+        elif (linear := record.together) is not None:
+            record.check_unmodified()
+            linears.append((entry, linear))
+    for entry, linear in linears:
+        groups.setdefault((linear.kind, id(linear) in biases), []).append((entry, linear))
+    by_size: dict[Any, tuple[list[Entry], list[Tensor]]] = {}
+    for (_, biased), group in groups.items():
+        for some in _groups(group, biased):
+            norms, gradients = ops.ghost_norms([(x.a, x.g) for _, x in some], biased)
+            for (entry, _), norm_sq in zip(some, norms.unbind(), strict=True):
+                entry.norm_sq = norm_sq
+            if gradients is not None:
+                size = gradients.shape[1:], gradients.dtype, gradients.device
+                small, rows = by_size.setdefault(size, ([], []))
+                small += [biases.pop(id(x)) for _, x in some]
+                rows.append(gradients)
+    for entry in biases.values():  # whose weight has other uses
+        entry.records[:] = [entry.records[0].settled()]
+    return [
+        _stacked(small, rows[0] if len(rows) == 1 else torch.cat(rows))
+        for small, rows in by_size.values()
+    ]
+
+
+def _groups(
+    group: list[tuple[Entry, LinearRecord]], biased: bool
+) -> Iterator[list[tuple[Entry, LinearRecord]]]:
+    """As many as a kernel takes, and as ROOM has for the sums of the biases' tiles."""
+    g = group[0][1].g
+    size = 4 * (g.shape[0] * (g.shape[1] // 64 + 1) * g.shape[2]) if biased else 1
+    most = max(1, min(ops.LAYERS_TOGETHER, ROOM // max(1, size)))
+    for first in range(0, len(group), most):
+        yield group[first : first + most]
+
+
+def _stacked(small: list[Entry], rows: Tensor) -> Stack:
+    """Gradients [k, b, n] of these, which get their norms."""
+    stack = KeptStack([entry.parameter for entry in small], rows)
+    for entry, norm_sq in zip(small, stack.norms().unbind(), strict=True):
+        entry.records.clear()
+        entry.norm_sq, entry.rows = norm_sq, None
+    return stack
+
+
+def stack_small(entries: Iterable[Entry]) -> list[Stack]:
+    """Small parameters' gradients, taken out of their entries, which get their norms.
+
+    Args:
+        entries: all of a pass, in the order of the parameters: how these lie together does not follow
+            from the way in which they were recorded.
+
+    Raises:
+        GraphError: one was changed in place since it was recorded.
+    """
+    groups: dict[Any, tuple[list[Entry], list[Tensor]]] = {}
+    for entry in entries:
+        rows = entry.rows
+        if rows is None:
+            if entry.norm_sq is not None or len(entry.records) != 1:
+                continue
+            record = entry.records[0]
+            if not _is_small(record):
+                continue
+            record.check_unmodified()
+            rows = record.per_sample()
+            rows = ops.shaped(rows, len(rows), rows.shape[1:].numel())
+        small, held = groups.setdefault((rows.shape, rows.dtype, rows.device), ([], []))
+        small.append(entry)
+        held.append(rows)
+    for small, _ in groups.values():
+        if len(small) == 1:
+            small[0].settle()
+    return [_stacked(small, torch.stack(held)) for small, held in groups.values() if len(held) > 1]
+
+
+def finish_norms(entries: Iterable[Entry], last_input: ops.LastInput) -> None:
+    """Norms of all that has one record; their last operations are made for several layers at once.
+
+    Args:
+        last_input: what is known of the one that was met last.
+    """
+    groups: dict[Any, list[tuple[Entry, ops.LaterNorm]]] = {}
+    for entry in entries:
+        record = entry.records[0]
+        record.check_unmodified()
+        entry.norm_sq = record.norm_parts(last_input)
+        if type(entry.norm_sq) is not Tensor and isinstance(entry.norm_sq, ops.LaterNorm):
+            groups.setdefault(entry.norm_sq.kind, []).append((entry, entry.norm_sq))
+    for pairs in groups.values():
+        norms = pairs[0][1].together([norm for _, norm in pairs])
+        for (entry, _), norm_sq in zip(pairs, norms.unbind(), strict=True):
+            entry.norm_sq = norm_sq
+
+
+class LinearSums:
+    """Clipped sums of linear layers on a GPU, of layers of one kind together.
+
+    Records are let go of when their group is summed, and its sums come into being at once: no more
+    than ROOM, or than the operands of one of its layers.
+
+    Args:
+        add: takes a parameter and its sum, of any shape. scales: [b], of all layers.
+    """
+
+    def __init__(self, add: Callable[[nn.Parameter, Tensor], None], scales: Tensor) -> None:
+        self._add, self._scales = add, scales
+        self._waiting: dict[Any, list[tuple[nn.Parameter, tuple[Tensor, Tensor]]]] = {}
+
+    def take(self, parameter: nn.Parameter, records: list[Record]) -> bool:
+        """Whether it is the one record of a layer for which a kernel would sum several together."""
+        linear = records[0].together
+        if len(records) > 1 or linear is None:
+            return False
+        a, g = pair = linear.pair()
+        waiting = self._waiting.setdefault(linear.kind, [])
+        waiting.append((parameter, pair))
+        room = max(ROOM, a.nbytes + g.nbytes)
+        sums = 4 * a.shape[-1] * g.shape[-1] * (len(waiting) + 1)  # with one more layer
+        if len(waiting) == ops.LAYERS_TOGETHER or sums > room:
+            self._sum(waiting)
+        return True
+
+    def finish(self) -> None:
+        """Sum what waits."""
+        for waiting in self._waiting.values():
+            self._sum(waiting)
+
+    def _sum(self, waiting: list[tuple[nn.Parameter, tuple[Tensor, Tensor]]]) -> None:
+        parameters, pairs = [p for p, _ in waiting], [pair for _, pair in waiting]
+        waiting.clear()
+        if not pairs:
+            return
+        scales = self._scales.to(pairs[0][0].device)
+        if len(pairs) == 1:
+            self._add(parameters[0], ops.scaled_sum(*pairs[0], scales))
+            return
+        for parameter, total in zip(parameters, ops.scaled_sums(pairs, scales), strict=True):
+            self._add(parameter, total.data)  # which has a version of its own

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastclip._torch import version_of
 from fastclip.backward import python_nodes
-from fastclip.backward.arithmetic import uncast
+from fastclip.backward.python_nodes import uncast
+from fastclip.core.autograd import differentiable_once, private_function, takes_part, unopened
+from fastclip.core.torch_names import version_of
 from fastclip.errors import GraphError
-from fastclip.graph import differentiable_once, private_function, takes_part, unopened
-from fastclip.layers.operand import LastCast, multiplied
-from fastclip.layers.record import written_to
+from fastclip.rules.contribution import LastCast, multiplied
+from fastclip.rules.records import written_to
 
 _MOST = 32
 """Kinds of calls whose shapes are remembered."""

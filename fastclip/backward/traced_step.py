@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import (
+from fastclip.backward.guards import trained_outside, watch_outside
+from fastclip.backward.loss import LossGuard, is_output, running_losses
+from fastclip.core.torch_names import (
     backward_calls,
     batch_calls,
     current_task,
@@ -29,9 +31,6 @@ from fastclip._torch import (
     number_of,
     transformed,
 )
-from fastclip.backward.loss_graph import is_output, running_losses
-from fastclip.backward.loss_guard import LossGuard
-from fastclip.backward.met_outside import trained_outside, watch_outside
 from fastclip.data.draws import Draws
 from fastclip.errors import GraphError
 from fastclip.samples.inputs import flatten, tensors_of

@@ -1,6 +1,6 @@
 """What kernels are told of fastclip's own strategies: codes of their parts, and the numbers of each.
 
-The one table for Triton (kernels/clip_scale.py) and CUDA (cuda/clip.py). csrc/cuda/clip_scale.cuh has
+The one table for Triton (ops/triton/clip_scale.py) and CUDA (ops/cuda.py). csrc/cuda/clip_scale.cuh has
 the same codes and the same limit in its own words, which tests/clipping/test_codes.py compares.
 """
 
@@ -15,7 +15,7 @@ from fastclip.clipping.groups import Group, Reweighted
 from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.clipping.scales import Automatic, Global, GlobalAdapt, Hard, Tanh, hidden_square
 from fastclip.clipping.thresholds import Constant, PerLayer, Quantile, StagedThreshold
-from fastclip.ops.numerics import slack
+from fastclip.core.numerics import slack
 
 
 class ScaleCode(IntEnum):

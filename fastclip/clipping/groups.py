@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastclip.checks import keep, positive, whole
 from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp
 from fastclip.clipping.thresholds import two_way_counts
+from fastclip.core.checks import keep, positive, whole
 from fastclip.errors import ArgumentError
 
 STEPS = ("same_step", "previous_step")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastclip.checks import positive
+from fastclip.core.checks import positive
 from fastclip.errors import ArgumentError
 
 SMALLEST = 1e-12

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from fastclip.checks import positive
 from fastclip.clipping import presets
 from fastclip.clipping.presets import adaptive, dp_sgd, per_layer
 from fastclip.clipping.strategy import Clipping
 from fastclip.clipping.thresholds import Quantile
+from fastclip.core.checks import positive
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _BY_NAME = {"flat": dp_sgd, "per_layer": per_layer, "adaptive": adaptive}

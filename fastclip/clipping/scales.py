@@ -14,9 +14,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fastclip.checks import between, keep
 from fastclip.clipping.policy import SMALLEST, threshold
-from fastclip.ops.numerics import lost_squares
+from fastclip.core.checks import between, keep
+from fastclip.core.numerics import lost_squares
 
 
 class ScaleFunction(Protocol):

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from fastclip.checks import between, keep, positive, whole
+from fastclip.core.checks import between, keep, positive, whole
 from fastclip.errors import ArgumentError
 
 _FURTHEST = 1e6  # of a level from sigma_1, either way

@@ -17,8 +17,8 @@ from fastclip.clipping.policy import LARGEST, ThresholdPolicy, Thresholds, thres
 from fastclip.clipping.scales import Automatic, Hard, ScaleFunction
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.clipping.thresholds import Constant
+from fastclip.core.numerics import slack
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.ops.numerics import slack
 
 _SCALE_HAS = ("__call__", "sensitivity", "normalized", "cutoff")
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.checks import between, keep, positive, whole
 from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp, threshold
 from fastclip.clipping.schedules import Stages
+from fastclip.core.checks import between, keep, positive, whole
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 

@@ -1,6 +1,5 @@
 """Noisy counts of subgroups: `engine.count` releases them, and the ledger holds what they cost."""
 
-from fastclip.counts.answer import NoisyCounts, Rate
 from fastclip.counts.lines import Line, PrivacyByDataSet
 from fastclip.counts.query import (
     TRAINING_SET,
@@ -9,7 +8,7 @@ from fastclip.counts.query import (
     PublicData,
     accuracy_query,
 )
-from fastclip.counts.release import PaidCounts
+from fastclip.counts.release import NoisyCounts, PaidCounts, Rate
 from fastclip.counts.stopping import EarlyStopping, Evaluation, overall_rate, worst_rate
 
 __all__ = [

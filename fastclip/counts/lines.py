@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastclip.accounting.history import spent
+from fastclip.accounting.epsilon import spent
 from fastclip.accounting.ledger import Ledger
-from fastclip.accounting.protected import Protected
+from fastclip.accounting.steps import Protected
 from fastclip.counts.query import TRAINING, CountQuery, PrivateData
 from fastclip.errors import ArgumentError
 

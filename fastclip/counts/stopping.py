@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fastclip.checks import not_negative, whole
-from fastclip.counts.answer import NoisyCounts
+from fastclip.core.checks import not_negative, whole
 from fastclip.counts.query import CountQuery
+from fastclip.counts.release import NoisyCounts
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 

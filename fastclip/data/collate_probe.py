@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.data.batch_law import (
+from fastclip.data.collate_items import Repeatable, alike_items, changed_items
+from fastclip.data.collate_law import (
     Branch,
     Fault,
     Law,
     Leaf,
     Node,
+    copied,
     is_size,
     leaves,
     opened,
     padded,
+    rebuilt,
 )
-from fastclip.data.item_changes import alike_items, changed_items
-from fastclip.data.item_tensors import copied, rebuilt
-from fastclip.data.repeatable import Repeatable
 from fastclip.trace import attribution as at
 
 _TRIALS = 2

@@ -13,19 +13,264 @@ A batch that was handed out and not used was skipped by the loop, or waits in a 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fastclip.data.filling import Filling
-from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, leaves_empty, place_of, reading
-from fastclip.data.pace import Pace
-from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, EMPTY, UNCLEAR, UNDRAWN
-from fastclip.data.unit_rows import PassedOver, unit_rows
-from fastclip.data.units import UnitBatch
-from fastclip.data.unknown import UnknownPasses
-from fastclip.errors import StepError
+import torch
+
+from fastclip.data.iteration import (
+    AHEAD,
+    ANOTHER,
+    BORDER,
+    EMPTY,
+    UNCLEAR,
+    UNCLEAR_UNITS,
+    UNDRAWN,
+    UNKNOWN_CUT,
+    Draw,
+    Filling,
+    Iteration,
+    PhysicalBatch,
+    leaves_empty,
+    place_of,
+    reading,
+)
+from fastclip.data.units import UnitBatch, cut_between_units
+from fastclip.errors import BatchSizeError, StepError, say
 from fastclip.ops.units import UnitRows
+
+# -------------------------------------------------------------------------------------------------
+# Whether a loop uses the batches that it is handed out one for one, or may use some of them again.
+
+
+class Pace:
+    """That of one private model without Poisson sampling, where a pass over the data costs one step.
+
+    Which of the batches that are out a step has used cannot be told. A plain loop and a prefetcher use
+    each once: they are handed out another for every step, until a prefetcher uses what it is ahead by.
+    A step beyond that may be on a batch that another step of the pass was on.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = inf
+        """Fewest batches of this pass that were out beyond those being used."""
+        self._steady = 0
+        """Steps of this pass that went with a batch of their own, while more were to come."""
+        self._behind = 0
+        """Steps without one, less the batches that came later."""
+        self._new: int | None = None
+        """Batches handed out since the last step; None: none that was out has been used since."""
+        self._newest: Any = None
+        """Batch that was out when one was used last."""
+        self._more = False
+        """More were to come then."""
+        self._said = False
+
+    def begin(self) -> None:
+        """Another pass begins."""
+        self.ahead, self._steady = inf, 0
+
+    def see(self, ahead: int) -> None:
+        """So many are out beyond those that are being used."""
+        self.ahead = min(self.ahead, max(ahead, 0))
+
+    def use(self, out: Sequence[Any], *, more: bool) -> None:
+        """One of the batches that are out, in order, is used; `more` of this pass are to come."""
+        known = out.index(self._newest) + 1 if self._newest in out else 0
+        self._new = (self._new or 0) + len(out) - known
+        self._newest, self._more = out[-1], more
+        if more:
+            self.see(len(out) - 1)
+
+    def step(self) -> bool:
+        """A step is released; whether it is on batches that no other step of the pass was on."""
+        new, self._new = self._new, None
+        if new is None:
+            return True  # whoever knows no batch counts for itself
+        self._behind = max(0, self._behind + 1 - new)
+        if new:
+            self._steady += self._more
+            return True
+        if not self._more and self._behind <= min(self.ahead, self._steady):
+            return True
+        self._behind -= 1
+        if not self._said:
+            self._said = True
+            say(
+                "steps are taken on batches that were kept, and it cannot be told on which: each "
+                "of these is accounted at a sampling rate of 1, as if the others had its rows, too; "
+                "iterate over the data loader that make_private returned in every pass, and use each "
+                "batch as it comes"
+            )
+        return False
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward passes over batches of which no data loader has told: which rows they hold is not known.
+#
+# The fast mode refuses them under Poisson sampling. Opacus' modes take them, as Opacus does
+# (batches of
+# the loader that was given to make_private, made by hand, kept), and without Poisson sampling
+# every mode
+# does, for as long as the returned loader was never iterated over; what they release is accounted
+# for
+# what it is.
+
+
+class UnknownPasses:
+    """Those of one private model.
+
+    Formal guarantee: a row is once in a pass at most, and clipped at C in each, so that a release of n
+    such passes, and of known draws beside them, is a Gaussian mechanism of q = 1 whose noise multiplier
+    is divided by n (by n + 1). Nothing is amplified: a row may be in every one.
+    """
+
+    def __init__(self) -> None:
+        self.gathered = 0
+        """In the logical batch that is being gathered."""
+        self.released = 0
+        """In the one that was released last."""
+        self._said = False
+
+    def release(self) -> None:
+        """A real step has used up the logical batch."""
+        self.released, self.gathered = self.gathered, 0
+
+    def say(self, rate: float | None) -> None:
+        """Warn once why epsilon is larger than of draws, and name the way out.
+
+        Args:
+            rate: of Poisson draws; None: without them, where a step joins several such passes.
+        """
+        if self._said:
+            return
+        self._said = True
+        why = (
+            "a row may be in each of those that one step joins: these steps are accounted with the "
+            "noise multiplier over their number"
+            if rate is None
+            else "their rows are no Poisson sample: these steps are accounted at a sampling rate of 1, "
+            f"not of {rate:.4g}"
+        )
+        say(
+            "steps are taken on batches that the data loader returned by make_private has not drawn "
+            f"(nobody has iterated over it), so {why}, which makes epsilon far larger; iterate over the "
+            "data loader that make_private returned, and use each of its batches once"
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Whose the rows of a backward pass are: exactly those that were drawn, in their order, or refused.
+#
+# Of single rows only the number matters. A unit's rows are clipped as one, so a pass must hold all
+# rows of
+# a physical batch and no others: of fewer it is not known which were left out.
+
+
+class PassedOver:
+    """Batches of units that were handed out, and that the loop has gone on without.
+
+    It may have kept them (a buffer that is shuffled, a list of several passes), so the batch of a later
+    backward pass may be one of them.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[PhysicalBatch] = []
+
+    def add(self, batches: Iterable[PhysicalBatch]) -> None:
+        """They were not used when a later one was, or when another pass over the data began."""
+        self._batches += [b for b in batches if b.draw.units is not None and b.draw.size]
+        del self._batches[:-_MOST]
+
+    def new_pass(
+        self, before: Iteration | None, left: Iterable[PhysicalBatch], direct: bool
+    ) -> None:
+        """A pass over the data begins, after `before`, of which these batches are left.
+
+        Args:
+            direct: every batch was used as soon as it was handed out, or never.
+        """
+        if self._batches or not direct:
+            self._batches = [b for b in self._batches if b.draw.iteration is before]
+            self.add(left)
+
+    def beside(self, out: list[PhysicalBatch], batch: PhysicalBatch) -> list[PhysicalBatch]:
+        """All batches that a backward pass over `batch` may be over, where these are out."""
+        if len(out) == 1:  # used as soon as handed out; a pass that was only looked at is over
+            now = batch.draw.iteration
+            self._batches = [
+                b for b in self._batches if b.draw.iteration.used or b.draw.iteration is now
+            ]
+        return [*out, *self._batches]
+
+
+def unit_rows(
+    batch: PhysicalBatch, out: Sequence[PhysicalBatch], rows: int, most: int | None, *, again: bool,
+    views: int = 1,
+) -> UnitRows:  # fmt: skip
+    """Whose the `rows` rows of a backward pass over `batch` are.
+
+    Args:
+        out: all batches that are out, and those that were passed over. Which of them is in hand is
+            inferred from how the loop has gone so far, which is enough for numbers of rows: here any of
+            them may be the one.
+        most: rows of the physical batches into which the loop cuts a draw; None: it does not.
+        again: the batch has had its pass.
+        views: of each row, in the model's batch.
+
+    Raises:
+        BatchSizeError: other rows than were drawn. StepError: it may be another batch.
+    """
+    units = batch.draw.units
+    assert units is not None
+    if not batch.draw.size:  # a placeholder, which contributes nothing
+        if rows > 1 and any(
+            other.draw.size for other in out
+        ):  # or another batch, which would be lost
+            raise StepError(UNCLEAR_UNITS)
+        return UnitRows(torch.zeros(rows, dtype=torch.int64, device="cpu"), 0, 0, units.reduction)
+    part = _next_part(batch, most)
+    owners = units.rows_of(part)
+    if views > 1 and (again or rows != len(part)):
+        raise BatchSizeError(
+            f"views={views} expects {views} rows for each of the {0 if again else len(part)} samples "
+            f"that the loader drew, got {views * rows} rows. Give the model every view of every sample "
+            "in one call, and each batch once (BatchMemoryManager splits large batches)"
+        )
+    if owners is None or again or rows != len(part):
+        raise BatchSizeError(
+            f"expected all {0 if again else len(part)} rows that the loader drew of its units, each "
+            f"once and in their order, got {rows}: of other rows it cannot be told whose they are. Let "
+            "collate_fn and the loop leave none out, add none and split none off (BatchMemoryManager "
+            "splits between units); filter rows before training"
+        )
+    for other in out:
+        if other is not batch and other.draw.size and other.draw.units is not None:
+            theirs = _next_part(other, most)
+            same = other.draw.units.rows_of(theirs)
+            if len(theirs) == rows and (same is None or not same.owner.equal(owners.owner)):
+                raise StepError(UNCLEAR_UNITS)
+    return owners
+
+
+def _next_part(batch: PhysicalBatch, most: int | None) -> range:
+    """The rows of the draw that its next pass must hold."""
+    draw = batch.draw
+    assert draw.units is not None
+    if batch.number is not None:
+        if draw.units.cuts is None:
+            raise StepError(UNKNOWN_CUT)
+        return draw.units.cuts[batch.number]
+    parts = cut_between_units(draw.units.sizes, most)
+    done = draw.credited
+    return next((part for part in parts if part.start == done), range(done, draw.size))
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 _MOST = 2**16
 """Batches that may wait."""

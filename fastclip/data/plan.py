@@ -12,11 +12,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.calibration import steps_of
 from fastclip.accounting.ledger import Ledger
-from fastclip.accounting.segments import new_name
-from fastclip.accounting.truncation import refuse_truncated
-from fastclip.checks import between, positive, whole
-from fastclip.data.collating import check_collate, checked_collate, plain_collate
-from fastclip.data.copies import check_copies
+from fastclip.accounting.steps import new_name, refuse_truncated
+from fastclip.core.checks import between, positive, whole
+from fastclip.core.overrides import LOADER, Preparation
+from fastclip.data.collate import (
+    EmptyBatches,
+    check_collate,
+    check_row_order,
+    checked_collate,
+    know_empty,
+    plain_collate,
+    try_collate,
+)
+from fastclip.data.dataset import SameRows, told_of
 from fastclip.data.design import (
     ENDLESS,
     GIVEN_ORDER,
@@ -25,26 +33,30 @@ from fastclip.data.design import (
     STREAM,
     TRUNCATED,
     SamplingDesign,
+    accounted_rate,
+    readers_of,
 )
 from fastclip.data.draws import Draws
-from fastclip.data.empty import EmptyBatches
-from fastclip.data.filling import filling_of
+from fastclip.data.iteration import filling_of
 from fastclip.data.loader import (
+    PoissonSampler,
+    UnitSampler,
     asks_at_once,
+    check_secure,
+    draw_exactly,
+    draw_securely,
     draws_alike,
     draws_of,
     outermost,
+    rows_by_unit,
     unwatched,
     watch_draws,
 )
-from fastclip.data.mixed import canaries_of
-from fastclip.data.recorded import accounted_rate
-from fastclip.data.row_order import check_row_order, know_empty, try_collate
-from fastclip.data.rows_told import told_of
-from fastclip.data.same_rows import SameRows
 from fastclip.data.samplers import (
     POISSON_OF_ROWS,
     Choice,
+    canaries_of,
+    check_copies,
     check_order,
     check_poisson,
     check_shares,
@@ -52,14 +64,10 @@ from fastclip.data.samplers import (
     length_of,
     order_of,
 )
-from fastclip.data.sampling import PoissonSampler, check_secure, draw_exactly, draw_securely
-from fastclip.data.streams import readers_of
-from fastclip.data.unit_ids import unit_numbers
-from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
+from fastclip.data.units import unit_numbers
+from fastclip.distributed.ranks import Ranks
+from fastclip.distributed.shards import digest
 from fastclip.errors import ArgumentError
-from fastclip.overrides import LOADER, Preparation
-from fastclip.parallel.digest import digest
-from fastclip.parallel.ranks import Ranks
 
 _SOME = 8
 """Samples on which a collate function is tried before worker processes run it."""

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import StackDataset, TensorDataset
 
-from fastclip.data.base_rows import parts_of
+from fastclip.data.dataset import parts_of
 from fastclip.errors import ArgumentError
 
 _NUMBERS = (int, float, complex, np.generic, Enum)

@@ -7,9 +7,11 @@ without it, the sampler's rows are trained on as they come.
 from __future__ import annotations
 
 import operator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -17,7 +19,9 @@ from opacus.utils.uniform_sampler import (
 )
 from torch import Tensor
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -26,12 +30,22 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastclip.data.loader import asks_at_once, check_batches, drawing, outermost, unwatched
-from fastclip.data.sample_keys import Distinct
-from fastclip.data.sampling import PoissonSampler, SecureRandomSampler, SecureSubsetSampler
-from fastclip.data.unit_sampler import UnitSampler
+from fastclip.data.collate import generators_restored
+from fastclip.data.dataset import Distinct, numbers
+from fastclip.data.loader import (
+    PoissonSampler,
+    SecureRandomSampler,
+    SecureSubsetSampler,
+    UnitSampler,
+    asks_at_once,
+    check_batches,
+    drawing,
+    outermost,
+    unwatched,
+)
+from fastclip.data.sample_memory import Shared, leaves_of, leaves_of_items, reads_by_itself, shared
+from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError
-from fastclip.parallel.ranks import Ranks
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 POISSON_OF_ROWS = (UniformWithReplacementSampler, PoissonSampler)
@@ -290,3 +304,158 @@ def order_of(loader: DataLoader) -> tuple[int, bool]:
     if kind in (RandomSampler, SecureRandomSampler):
         return sampler.num_samples, True
     return len(loader.dataset), False  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------
+# Samples that a loader may draw apart, by their numbers, and that are one record or share a part
+# of it.
+#
+# Such a record contributes more often than epsilon states: a Subset with a sample ten times, a
+# data set
+# joined with itself, one tensor expanded to many samples, overlapping windows of a series.
+
+
+_HOW = {
+    "copies": "are the same sample, by number or memory",
+    "more": "share more than each has for itself",
+    "part": "overlap in memory",
+}
+_FIX = {
+    "copies": "Leave out the copies, or pass unit_ids with one id for all samples of a record",
+    "more": "Leave out the copies, or pass unit_ids (keep what is the same for all samples out of the "
+    "data set, or clone() it)",
+    "part": "Leave out samples that overlap, or pass unit_ids with one id for all samples of a record",
+}
+
+
+def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> None:
+    """Raise an error if a record is in several samples that may be drawn apart.
+
+    Formal guarantee: none of the samples that torch's data sets, tensors, arrays and lists hold shares
+    memory with another unit's (`sample_memory.shared`). Of a data set of the user's own, four samples
+    are read and compared, unless its workers are the first to read it or a sampler of the user's own
+    draws, whose keys are not known.
+
+    Args:
+        choice: of the samples to draw; None if the loader's own sampler draws.
+        unit: of each sample, -1 for those that are not drawn: what shares memory must be one unit's.
+            None if samples are drawn one by one.
+
+    Raises:
+        ArgumentError: naming two of them.
+    """
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return
+    everything = np.arange(len(dataset), dtype=np.int64)  # type: ignore[arg-type]
+    drawn = _drawn(loader, choice, unit)
+    sampler = drawing(loader)
+    home = unwatched(sampler).__module__.split(".")[0]
+    unknown = choice is None and home not in ("torch", "fastclip", "opacus")
+    drawn = everything if drawn is None else drawn
+    owner = everything if unit is None else unit.numpy()
+    found = shared(list(leaves_of(dataset, drawn, drawn)), owner)
+    # workers may be the first to open a file, which does not survive being opened before the fork, and
+    # a sampler of the user's own may draw other keys than numbers
+    asked = choice is not None or not (unknown or loader.num_workers)
+    if found is None and asked and reads_by_itself(dataset):
+        found = _as_read(dataset, drawn, owner)
+    if found is not None:
+        by = type(sampler).__name__ if unknown else None
+        raise ArgumentError(_said(type(dataset).__name__, found, by, unit is not None))
+
+
+def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
+    pair = f"samples {found.first} and {found.second} of the data set ({name})"
+    how = _HOW[found.how]
+    if units:
+        return (
+            f"unit_ids gives two units to {pair}, which {how}. Give both the same id, or clone() memory "
+            "that belongs to several units"
+        )
+    if sampler is not None:
+        return (
+            f"the sampler ({sampler}) may draw {pair}, which {how}. Pass a torch.utils.data.Subset of "
+            "the samples to draw"
+        )
+    return f"{pair} {how}. {_FIX[found.how]}"
+
+
+def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | None:
+    """Of some samples that are read, all of which are held: memory that is free again is nobody's."""
+    few = (
+        np.unique(drawn[[0, min(1, len(drawn) - 1), len(drawn) // 2, -1]]) if len(drawn) else drawn
+    )
+    items: list[Any] = []
+    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+        for row in few.tolist():
+            items.append(dataset[row])
+    read = few[: len(items)]
+    return shared(list(leaves_of_items(items, read, "numbers", read)), owner)
+
+
+def _drawn(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> np.ndarray | None:
+    """Numbers of the samples that may be drawn, int64; None: all."""
+    if unit is not None:
+        return (unit >= 0).nonzero().reshape(-1).numpy()
+    if choice is None:
+        sampler = drawing(loader)
+        if unwatched(sampler) in SUBSETS:
+            rows = numbers(sampler.indices)
+            return None if rows is None else rows % len(loader.dataset)  # type: ignore[arg-type]
+        drawn = sampler.rows if isinstance(sampler, PoissonSampler) else None
+        return None if drawn is None else drawn.numpy()
+    weights = choice.weights if choice.rates is None else choice.rates
+    if weights is not None:
+        return (weights > 0).nonzero().reshape(-1).numpy()
+    return None if choice.rows is None else choice.rows.numpy()
+
+
+# -------------------------------------------------------------------------------------------------
+# A data set with canaries among its rows (fastclip.audit.mix_in), and whether a loader draws them.
+
+
+class Mixed(ConcatDataset[Any]):
+    """Rows, and behind them the canaries that are in.
+
+    Args:
+        data_set: the rows. canaries: those whose coins say so.
+        coins: the name of all coins, which nothing else bears; copies of the data set keep it.
+    """
+
+    def __init__(self, data_set: Dataset[Any], canaries: Dataset[Any], coins: str) -> None:
+        super().__init__([data_set, canaries])
+        self.coins = coins
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """Those of the data set that a loader draws from."""
+
+    coins: str
+    """As of Mixed."""
+    drawn: bool
+    """Each may be drawn, and as a unit of its own."""
+
+
+def canaries_of(data_set: Any, choice: Choice | None, unit: Tensor | None) -> Canaries | None:
+    """None for a data set without any, or one that was made from a mixed one (a subset, a transform).
+
+    Args:
+        choice: of the rows to draw; None where the loader's own sampler draws.
+        unit: of each row, -1 for those that are not drawn; None where rows are drawn one by one.
+    """
+    if not isinstance(data_set, Mixed):
+        return None
+    may = torch.ones(len(data_set), dtype=torch.bool, device="cpu")
+    if unit is not None:
+        alone = torch.bincount(unit[unit >= 0]) == 1
+        may = (unit >= 0) & alone[unit]
+    elif choice is not None:
+        weights = choice.weights if choice.rates is None else choice.rates
+        if weights is not None:
+            may = weights > 0
+        elif choice.rows is not None:
+            may.zero_()[choice.rows] = True
+    first = len(data_set.datasets[0])  # type: ignore[arg-type]
+    return Canaries(data_set.coins, bool(may[first:].all()))

@@ -15,11 +15,18 @@ except ImportError as error:
         f"fastclip.fairness needs {error.name}: pip install 'fastclip[fairness]'"
     ) from error
 
-from fastclip.fairness.gaps import PrivacyImpact, disparity_reduction, gap, privacy_impact
-from fastclip.fairness.pages import Page
 from fastclip.fairness.recorder import FairnessRecorder
-from fastclip.fairness.report import fairness_report
-from fastclip.fairness.statistics import Paired, bonferroni, bootstrap_interval, paired_wilcoxon
+from fastclip.fairness.report import Page, fairness_report
+from fastclip.fairness.statistics import (
+    Paired,
+    PrivacyImpact,
+    bonferroni,
+    bootstrap_interval,
+    disparity_reduction,
+    gap,
+    paired_wilcoxon,
+    privacy_impact,
+)
 
 __all__ = [
     "FairnessRecorder",

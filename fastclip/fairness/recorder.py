@@ -2,29 +2,446 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from fairlearn.metrics import MetricFrame, false_positive_rate, selection_rate, true_positive_rate
+from sklearn.metrics import accuracy_score
 from torch import Tensor
 
-from fastclip.counts import NoisyCounts
+from fastclip.counts import CountQuery, NoisyCounts
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.fairness.given import (
-    ALL,
-    CLASS,
-    LAYER,
-    attributes_of,
-    check_numbers,
-    check_rows,
-    chosen,
-    names_of,
-)
-from fastclip.fairness.measures import evaluation
-from fastclip.fairness.observed import Observed
-from fastclip.fairness.released import counted, query_of, rows_of
+
+# -------------------------------------------------------------------------------------------------
+# What recorders are given: names of groups and classes, and a number for every row.
+
+
+ALL = "all"
+CLASS = "class"
+LAYER = "layer"
+"""Attributes of the recorder's own: everybody, the classes, and the layers of thresholds."""
+
+
+def names_of(of: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Names that tell groups, or classes, apart."""
+    found = () if isinstance(given, str) else tuple(given)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise ArgumentTypeError(
+            f"FairnessRecorder expects the names of {of} as a sequence of str, one at least, got "
+            f"{given!r}"
+        )
+    if len(set(found)) != len(found):
+        raise ArgumentError(f"FairnessRecorder expects different names of {of}, got {found}")
+    return found
+
+
+def attributes_of(
+    given: Mapping[str, Sequence[str]], classes: tuple[str, ...]
+) -> dict[str, tuple[str, ...]]:
+    """Names of the groups of each attribute, none of which is an attribute of the recorder's own."""
+    found = {name: names_of(f"the groups of {name!r}", groups) for name, groups in given.items()}
+    own = {CLASS: classes, ALL: (ALL,), LAYER: ()}
+    for name, groups in found.items():
+        if name in own and groups != own[name]:
+            raise ArgumentError(f"FairnessRecorder measures {name!r} itself; name it otherwise")
+    return found
+
+
+def chosen(
+    where: str, groups: Mapping[str, Any], attributes: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """Of what was given, what belongs to the attributes."""
+    missing = [name for name in attributes if name not in groups]
+    if missing:
+        raise ArgumentError(
+            f"{where} expects groups of the attributes {tuple(attributes)}, lacks {', '.join(missing)}"
+        )
+    return {name: groups[name] for name in attributes}
+
+
+def check_numbers(
+    where: str, name: str, values: Any, rows: int, count: int, *, wait: bool
+) -> None:  # fmt: skip
+    """Refuse what is not a number from 0 to count - 1 for each of the rows.
+
+    Args:
+        wait: look at the numbers of another device, too, which has to be waited for.
+    """
+    if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
+        got = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
+        raise ArgumentTypeError(f"{where} expects {name} as an int64 tensor [{rows}], got {got}")
+    check_rows(where, name, values, rows)
+    if rows and (wait or values.device.type == "cpu"):
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= count:
+            raise ArgumentError(
+                f"{where} expects numbers from 0 to {count - 1} for {name}, got {low} to {high}"
+            )
+
+
+def check_rows(where: str, name: str, values: Tensor, rows: int) -> None:
+    """Refuse another shape than [rows]."""
+    if tuple(values.shape) != (rows,):
+        raise ArgumentError(
+            f"{where} expects a value of {name} a row, [{rows}], got {list(values.shape)}"
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Norms of rows' gradients by group as a model trains: before clipping, after it, and who was
+# clipped.
+#
+# All of it is of raw rows: not private, and nothing that noise covers.
+
+
+MEASURES = ("rows", "norm_before", "norm_after", "clipped")
+
+
+class Observed:
+    """Sums by group since the period began, on the device of the norms: a step waits for nothing.
+
+    Args:
+        attributes: names of the groups of each attribute.
+        protected: the attribute whose groups `engine.set_groups` gets; None where no strategy of
+            groups clips.
+    """
+
+    def __init__(self, attributes: Mapping[str, tuple[str, ...]], protected: str | None) -> None:
+        self.attributes = attributes
+        self.protected = protected
+        self._sums: dict[str, Tensor] = {}
+        """Of each attribute, [4, k]: rows, norms before and after, clipped rows."""
+
+    def add(self, optimizer: Any, groups: Mapping[str, Tensor]) -> None:
+        """What the last backward pass clipped.
+
+        Args:
+            optimizer: of the private run, between `backward()` and `step()`.
+            groups: of each attribute, the group of every row of the (physical) batch, int64 [b];
+                where units are clipped, of every unit, in the order of their first rows. Numbers
+                outside, which a GPU cannot refuse without waiting, count nowhere.
+        """
+        given = chosen("observe", groups, self.attributes)
+        if not hasattr(optimizer, "per_sample_norms") or not hasattr(optimizer, "keeper"):
+            raise ArgumentTypeError(
+                "observe expects the optimizer that make_private returned in the fast mode, got "
+                f"{type(optimizer).__name__}"
+            )
+        if not any(len(of_rows) for of_rows in given.values()) or _placeholder(optimizer):
+            return  # nobody was drawn
+        norms = optimizer.per_sample_norms
+        if norms is None:
+            raise ArgumentError(
+                "observe expects to follow a backward pass, of which there was none yet"
+            )
+        for name, of_rows in given.items():
+            self._check(optimizer, name, of_rows, len(norms))
+        on = {
+            name: of_rows.to(norms.device, torch.int64, non_blocking=True)
+            for name, of_rows in given.items()
+        }
+        before, after, clipped = self._clipped(optimizer, norms.double(), on)
+        values = torch.stack([torch.ones_like(before), before, after, clipped])  # [4, b]
+        for name, of_rows in on.items():
+            k = len(self.attributes[name])
+            outside = (of_rows < 0) | (of_rows >= k)
+            sums = self._sums.get(name, values.new_zeros(len(MEASURES), k)).to(norms.device)
+            inside = values.masked_fill(outside, 0.0)
+            self._sums[name] = sums.index_add_(1, of_rows.clamp(0, k - 1), inside)
+
+    def groups_of(self, strategy: Any) -> str | None:
+        """The attribute whose groups the strategy clips by; None where it knows no groups.
+
+        Raises:
+            ArgumentError: `protected` is not it.
+        """
+        number = strategy.threshold.num_groups
+        if number is None:
+            return None
+        if self.protected is None:
+            raise ArgumentError(
+                "the strategy clips by groups: FairnessRecorder expects protected=, the attribute "
+                "whose groups engine.set_groups gets"
+            )
+        if len(self.attributes[self.protected]) != number:
+            raise ArgumentError(
+                f"the strategy clips {number} groups: FairnessRecorder expects so many of "
+                f"protected={self.protected!r}, which has {len(self.attributes[self.protected])}"
+            )
+        return self.protected
+
+    def _check(self, optimizer: Any, name: str, of_rows: Any, rows: int) -> None:
+        draws = optimizer.keeper.batch.draws
+        if draws is not None and draws.by_units and len(of_rows) != rows:
+            raise ArgumentError(
+                f"observe expects the group of each of the {rows} units of the last backward pass, got "
+                f"{len(of_rows)} for {name}: rows were clipped by units (unit_ids), so pass a unit's "
+                "group once, at the place of its first row"
+            )
+        check_numbers("observe", name, of_rows, rows, len(self.attributes[name]), wait=False)
+
+    def _clipped(
+        self, optimizer: Any, norms: Tensor, groups: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norms before and after clipping, and 1 where a norm was above its threshold, all [b].
+
+        Of a strategy by layers the norms of layers are not kept: the last two are NaN.
+        """
+        clipping = optimizer.keeper.clipping
+        strategy, state = clipping.strategy, clipping.current
+        # A sample whose gradient is not finite contributes nothing, and counts as clipped.
+        finite = torch.where(torch.isfinite(norms), norms, 0.0)
+        if strategy.threshold.per_layer:
+            unknown = torch.full_like(norms, torch.nan)
+            return finite, unknown, unknown
+        attribute = self.groups_of(strategy)
+        of_strategy = None if attribute is None else groups[attribute]
+        scales = strategy.scales(norms, state, of_strategy)
+        threshold = state.threshold
+        if threshold.dim() and of_strategy is not None:
+            threshold = threshold[of_strategy.clamp(0, len(threshold) - 1)]
+        return finite, finite * scales, (~(norms <= threshold)).double()
+
+    def read(self) -> dict[str, dict[str, list[float]]]:
+        """Means by attribute, measure and group; starts anew."""
+        found = {}
+        for name, sums in self._sums.items():
+            rows, *others = sums.cpu()
+            means = [(of / rows).tolist() for of in others]  # 0 / 0 is NaN: nobody was drawn
+            found[name] = dict(zip(MEASURES, [rows.tolist(), *means], strict=True))
+        self._sums = {}
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the sums, which go on."""
+        return {name: sums.clone() for name, sums in self._sums.items()}
+
+    def load(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from `state`."""
+        shapes = {name: (len(MEASURES), len(groups)) for name, groups in self.attributes.items()}
+        found = {name: tuple(of.shape) for name, of in sums.items()}
+        if any(shapes.get(name) != shape for name, shape in found.items()):
+            raise ArgumentError(
+                f"load_state_dict expects sums of this recorder's attributes, {shapes}, got {found}"
+            )
+        self._sums = {name: of.clone() for name, of in sums.items()}
+
+
+def _placeholder(optimizer: Any) -> bool:
+    """The last pass was over a row that stands for an empty draw (rand_on_empty)."""
+    draws = optimizer.keeper.batch.draws
+    return draws is not None and draws.last is not None and not draws.last.draw.size
+
+
+# -------------------------------------------------------------------------------------------------
+# Measures of one evaluation, by group: fairlearn's MetricFrame over rows' losses and predictions.
+#
+# Rows of one group, label and prediction are counted first and measured as one with that weight:
+# the
+# measures see nothing else of a row but its loss, whose sum is kept, and MetricFrame takes
+# milliseconds a
+# thousand rows.
+
+
+Metric = Callable[..., float]
+
+
+def _rows(labels: Any, predictions: Any, weights: Any) -> float:
+    return float(np.sum(weights))
+
+
+def _loss_sum(labels: Any, predictions: Any, losses: Any) -> float:
+    return float(np.sum(losses))
+
+
+def _loss_mean(labels: Any, predictions: Any, losses: Any, weights: Any) -> float:
+    return float(np.sum(losses) / np.sum(weights))
+
+
+def _rate(rate: Metric, among: int | None) -> Metric:
+    """fairlearn's rate of class 1; NaN, not 0, where no row has the label that it is a share of."""
+
+    def found(labels: Any, predictions: Any, sample_weight: Any) -> float:
+        if among is not None and among not in np.asarray(labels):
+            return float("nan")
+        return float(rate(labels, predictions, pos_label=1, sample_weight=sample_weight))
+
+    return found
+
+
+def metrics(classes: int) -> dict[str, Metric]:
+    """Names of the measures and their functions.
+
+    Args:
+        classes: their number; with two, rates of class 1 as the positive one are measured, too.
+    """
+    found: dict[str, Metric] = {
+        "rows": _rows, "accuracy": accuracy_score, "loss_sum": _loss_sum, "loss_mean": _loss_mean,
+    }  # fmt: skip
+    if classes == 2:
+        found |= {
+            "selection_rate": _rate(selection_rate, None),
+            "true_positive_rate": _rate(true_positive_rate, 1),
+            "false_positive_rate": _rate(false_positive_rate, 0),
+        }
+    return found
+
+
+def evaluation(
+    *, losses: np.ndarray, predictions: np.ndarray, labels: np.ndarray,
+    groups: Mapping[str, np.ndarray], attributes: Mapping[str, Sequence[str]],
+    classes: Sequence[str],
+) -> pd.DataFrame:  # fmt: skip
+    """All measures, a row each: columns attribute, group, measure, value.
+
+    Args:
+        losses: of rows, [n], float.
+        predictions: class numbers, [n].
+        labels: class numbers, [n].
+        groups: of each attribute, the group of every row, [n].
+        attributes: names of the groups, by their number.
+        classes: names of the classes.
+
+    Returns:
+        Measures of everybody (attribute "all"), of each group and of each class; those of a group
+        without rows are NaN, its number of rows 0. Of everybody also `macro_accuracy`, the mean of
+        the classes' accuracies, and `worst_class_accuracy`, over classes that have rows.
+    """
+    every = {ALL: (ALL,), **attributes, CLASS: tuple(classes)}
+    members = {ALL: np.zeros(len(labels), np.int64), **groups, CLASS: labels}
+    tables = [
+        _by_group(name, names, members[name], losses, predictions, labels, len(classes))
+        for name, names in every.items()
+    ]
+    found = pd.concat(tables, ignore_index=True)
+    of_class = found[(found["attribute"] == CLASS) & (found["measure"] == "accuracy")]["value"]
+    known = of_class.dropna()
+    means = {
+        "macro_accuracy": known.mean() if len(known) else np.nan,
+        "worst_class_accuracy": known.min() if len(known) else np.nan,
+    }
+    overall = pd.DataFrame(
+        {"attribute": ALL, "group": ALL, "measure": list(means), "value": list(means.values())}
+    )
+    return pd.concat([found, overall], ignore_index=True)
+
+
+def _by_group(
+    attribute: str, names: Sequence[str], members: np.ndarray, losses: np.ndarray,
+    predictions: np.ndarray, labels: np.ndarray, classes: int,
+) -> pd.DataFrame:  # fmt: skip
+    """The measures of each group of one attribute."""
+    functions = metrics(classes)
+    empty = {name: 0.0 if name == "rows" else np.nan for name in functions}
+    values = {number: dict(empty) for number in range(len(names))}
+    if len(labels):
+        cells, cell = np.unique(
+            np.stack([members, labels, predictions]), axis=1, return_inverse=True
+        )
+        weights = np.bincount(cell.ravel())
+        sums = np.bincount(cell.ravel(), weights=losses)  # what is not finite stays so
+        by_weight = {name: {"sample_weight": weights} for name in functions}
+        frame = MetricFrame(
+            metrics=functions, y_true=cells[1], y_pred=cells[2],
+            sensitive_features=pd.Series(cells[0]),  # an array of one cell would lose its dimension
+            sample_params={
+                **by_weight, "rows": {"weights": weights}, "loss_sum": {"losses": sums},
+                "loss_mean": {"losses": sums, "weights": weights},
+            },
+        )  # fmt: skip
+        for number, row in frame.by_group.iterrows():
+            values[int(number)] = {name: float(row[name]) for name in functions}
+    return pd.DataFrame(
+        [
+            {"attribute": attribute, "group": names[number], "measure": measure, "value": value}
+            for number, of_group in values.items() for measure, value in of_group.items()
+        ]
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------
+# Rates by group from noisy counts: what may be published of an evaluation.
+
+
+_TWO_CLASSES = ("selected", "positive", "true positive")
+
+
+def query_of(
+    attributes: Mapping[str, Sequence[str]], classes: int, *, data: Any, noise_multiplier: float,
+    unit: str, per_group: int,
+) -> CountQuery:  # fmt: skip
+    """One query for all attributes, in each of which a unit has one group.
+
+    Args:
+        attributes: names of the groups of each, at least one attribute. classes: their number; with two,
+            predictions and labels of class 1 are counted, too. The rest: as of CountQuery.
+    """
+    names = [
+        f"{attribute}: {group}" for attribute, groups in attributes.items() for group in groups
+    ]
+    measures = ("correct", "rows", *(_TWO_CLASSES if classes == 2 else ()))
+    return CountQuery(
+        data, names, noise_multiplier, unit, measures=measures, per_group=per_group,
+        groups_per_unit=len(attributes), disjoint=False,
+    )  # fmt: skip
+
+
+def counted(
+    query: CountQuery, attributes: Mapping[str, Sequence[str]], groups: Mapping[str, np.ndarray],
+    predictions: np.ndarray, labels: np.ndarray,
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
+    """What `engine.count` takes: the groups of each sample, [n, groups], and its measures, each [n]."""
+    members = [groups[name][:, None] == np.arange(len(of)) for name, of in attributes.items()]
+    found = {
+        "correct": predictions == labels, "selected": predictions == 1, "positive": labels == 1,
+        "true positive": (predictions == 1) & (labels == 1),
+    }  # fmt: skip
+    wanted = {name: value for name, value in found.items() if name in query.measures}
+    return np.concatenate(members, 1), wanted
+
+
+def rows_of(
+    answer: NoisyCounts, attributes: Mapping[str, Sequence[str]]
+) -> list[tuple[str, str, str, float]]:
+    """(attribute, group, measure, value) of an answer; everybody is the sum over the first attribute."""
+    found, rates, start = [], answer.rates(), 0
+    for attribute, names in attributes.items():
+        for group, number in zip(names, range(start, start + len(names)), strict=True):
+            rate = rates[answer.query.groups[number]]
+            values = _measured(answer.query.measures, answer.counts[number].tolist())
+            values |= {"accuracy_low": rate.low, "accuracy_high": rate.high}
+            found += [(attribute, group, measure, value) for measure, value in values.items()]
+        if not start:
+            everybody = answer.counts[: len(names)].sum(0).tolist()
+            values = _measured(answer.query.measures, everybody)
+            found += [(ALL, ALL, measure, value) for measure, value in values.items()]
+        start += len(names)
+    return found
+
+
+def _measured(measures: Sequence[str], counts: Sequence[float]) -> dict[str, float]:
+    of = dict(zip(measures, counts, strict=True))
+    found = {"rows": of["rows"], "accuracy": _share(of["correct"], of["rows"])}
+    if "selected" in of:
+        false, negative = of["selected"] - of["true positive"], of["rows"] - of["positive"]
+        found |= {
+            "selection_rate": _share(of["selected"], of["rows"]),
+            "true_positive_rate": _share(of["true positive"], of["positive"]),
+            "false_positive_rate": _share(false, negative),
+        }
+    return found
+
+
+def _share(of: float, among: float) -> float:
+    return min(max(of / among, 0.0), 1.0) if among > 0 else math.nan
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 COLUMNS = ("step", "epsilon", "part", "attribute", "group", "measure", "value", "private")
 TRAINING = "training"

@@ -7,6 +7,6 @@ Nothing here is imported by `import fastclip`, and each module needs its own lib
     from fastclip.integrations import bias_only, head_only  # these need PyTorch alone
 """
 
-from fastclip.integrations.freezing import bias_only, head_only
+from fastclip.integrations.huggingface import bias_only, head_only
 
 __all__ = ["bias_only", "head_only"]

@@ -18,36 +18,341 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
 
-from fastclip.checks import between
+from fastclip.core.checks import between
+from fastclip.data.design import epochs_of
 from fastclip.data.plan import SAMPLING, Request, plan_sampling, poisson_loader
-from fastclip.engine import FastPrivacyEngine
+from fastclip.engine.optimizer import STATE, FastDPOptimizer
+from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.integrations.budget import Budget
-from fastclip.integrations.lightning_parts import (
-    check_part,
-    clean_up,
-    keep,
-    made_before,
-)
-from fastclip.integrations.lightning_ranks import (
-    as_wrapped,
-    keep_batch_sampler,
-    read_as_before,
-    read_into_inner,
-    reads_late,
-    run_without_wrapper,
-    strategies_to_optimizers,
-    write_strategies,
-)
-from fastclip.integrations.lightning_trainer import check_trainer, in_place, length_in_epochs
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.integrations.trainer_run import Budget
+
+# -------------------------------------------------------------------------------------------------
+# Lightning on several processes: which strategies train as one, and what of theirs is private.
+
+
+_FOLLOWED = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
+_OTHERS = {"DeepSpeedStrategy", "XLAStrategy"}
+"""Of Lightning's strategies, by name: which may be absent, or be those of the library's older name."""
+
+_HOOKS = ("_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper", "_model_averaging_period")
+"""What a DDPStrategy does with gradients or weights beside DistributedDataParallel."""
+
+_STATES = "fastclip_clipping_strategies"
+"""Key of a checkpoint: of each optimizer, in their order."""
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse what trains in several processes in a way that is not followed.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    name = type(strategy).__name__
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    if not kinds & _FOLLOWED or kinds & _OTHERS:
+        raise ArgumentError(
+            "Trainer(strategy=...) expects one device, 'ddp', or a ModelParallelStrategy whose module "
+            f"calls fully_shard on itself, got {name}, whose exchanges would send gradients that are "
+            "not clipped; use strategy='ddp', or fully_shard where one process cannot hold the model"
+        )
+    if getattr(strategy, "_start_method", "popen") != "popen":
+        raise ArgumentError(
+            f"{name}(start_method={strategy._start_method!r}) trains in processes that end with the "
+            "fit, and with them the engine's record of what was spent; use strategy='ddp', in a script"
+        )
+    asked = [hook[1:] for hook in _HOOKS if getattr(strategy, hook, None) is not None]
+    if asked:
+        raise ArgumentError(
+            f"{name}({asked[0]}=...) acts on an exchange of gradients that a private model does not "
+            f"leave to DistributedDataParallel; omit {', '.join(asked)}"
+        )
+
+
+def as_wrapped(strategy: Any, module: nn.Module) -> nn.Module:
+    """What the strategy has made of the module: itself, or the DistributedDataParallel around it.
+
+    Raises:
+        ArgumentError: for another wrapper.
+    """
+    model: nn.Module = strategy.model
+    if model is module or (isinstance(model, DDP) and model.module is module):
+        return model
+    raise ArgumentError(
+        f"{type(strategy).__name__} runs the module inside {type(model).__name__}, which is not "
+        "followed; use strategy='ddp'"
+    )
+
+
+def run_without_wrapper(strategy: Any, module: nn.Module) -> None:
+    """Lightning calls the module's steps itself, not through DistributedDataParallel's forward.
+
+    The wrapper has made the weights alike, and gathers nothing while the module is private: Lightning
+    would only turn its reduction on again (manual optimization) and replace the module's `forward`.
+    """
+    strategy.model = module
+
+
+class _OwnShare(DistributedSampler):
+    """Says that a loader draws this rank's share: its batch sampler does, and asks nobody."""
+
+
+def keep_batch_sampler(loader: DataLoader) -> None:
+    """Lightning leaves the loader as it is: it replaces the sampler of those without a share."""
+    share = _OwnShare(loader.dataset, num_replicas=1, rank=0)
+    object.__setattr__(loader, "sampler", share)
+
+
+def reads_late(strategy: Any) -> bool:
+    """Whether the strategy reads checkpoints into what it has set up: a model that is private."""
+    return bool(strategy.restore_checkpoint_after_setup)
+
+
+def write_strategies(checkpoint: dict[str, Any], optimizers: Iterable[Any]) -> None:
+    """Thresholds and steps of clipping strategies, which torch leaves out of an optimizer's state where
+    it gathers it by the names of parameters."""
+    checkpoint[_STATES] = [
+        o.keeper.clipping.state_dict() if isinstance(o, FastDPOptimizer) else None
+        for o in optimizers
+    ]
+
+
+def strategies_to_optimizers(checkpoint: dict[str, Any]) -> None:
+    """What `write_strategies` has written, where optimizers look for it in one process."""
+    states = zip(checkpoint.get("optimizer_states", ()), checkpoint.get(_STATES, ()), strict=False)
+    for held, state in states:
+        if state is not None:
+            held[STATE] = state
+
+
+def read_into_inner(strategy: Any) -> None:
+    """Checkpoints are read into the inner optimizers, and the strategies' states with them.
+
+    torch makes the state of an optimizer that has none by a step, which must not be a private one.
+    """
+    read_as_before(strategy)
+    plain = strategy.load_checkpoint
+
+    def load_checkpoint(*args: Any, **options: Any) -> dict[str, Any]:
+        private = list(strategy.optimizers)
+        strategy.optimizers = [getattr(o, "original_optimizer", o) for o in private]
+        try:
+            checkpoint: dict[str, Any] = plain(*args, **options)
+        finally:
+            strategy.optimizers = private
+        one_file = checkpoint.get("optimizer_states", ())
+        states = checkpoint.get(_STATES) or [saved.get(STATE) for saved in one_file]
+        for optimizer, state in zip(private, states, strict=False):
+            if isinstance(optimizer, FastDPOptimizer):
+                keeper = optimizer.keeper
+                keeper.clipping.load_state_dict(state, keeper.batch.fresh)
+        return checkpoint
+
+    strategy.load_checkpoint = load_checkpoint
+
+
+def read_as_before(strategy: Any) -> None:
+    """Undo `read_into_inner`."""
+    strategy.__dict__.pop("load_checkpoint", None)
+
+
+# -------------------------------------------------------------------------------------------------
+# What a private run expects of Lightning's Trainer, and of the arguments in configure_optimizers.
+
+
+_SET = {
+    "grad_sample_mode": (
+        "fast",
+        "steps of Lightning's closures are followed in the fast mode, whose clipped rows are the same",
+    ),
+    "wrap_model": (False, "the module must stay the one that Lightning trains"),
+    "data_loader": (None, "it is that of the trainer's DPLightningDataModule"),
+}
+"""Arguments of the engine's make_private that the integration sets: the value, and why."""
+
+
+def in_place(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, without those that the integration sets itself.
+
+    Raises:
+        ArgumentError: another value is asked for.
+    """
+    for name, (value, why) in _SET.items():
+        got = arguments.get(name, value)
+        if got is not value and got != value:
+            shown = repr(got) if isinstance(got, (str, bool)) else type(got).__name__
+            raise ArgumentError(
+                f"make_private of fastclip.integrations.lightning sets {name} itself, got {shown}: "
+                f"{why}; omit {name}"
+            )
+    return {name: value for name, value in arguments.items() if name not in _SET}
+
+
+def length_in_epochs(trainer: Any, steps_an_epoch: int) -> float:
+    """The length of the trainer's run, in passes over the data.
+
+    Raises:
+        ArgumentError: it is not known.
+    """
+    if trainer.max_steps is not None and trainer.max_steps > 0:
+        return epochs_of(trainer.max_steps, steps_an_epoch)
+    if trainer.max_epochs is None or trainer.max_epochs < 1:
+        raise ArgumentError("target_epsilon needs the length of the run: Trainer(max_epochs=...)")
+    return float(trainer.max_epochs)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what would couple, scale or skip gradients, or try batches that it cannot get.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    check_strategy(trainer.strategy)
+    if trainer.world_size > 1 and trainer.overfit_batches:
+        raise ArgumentError(
+            "overfit_batches repeats the same batches, but each rank draws its share anew; use "
+            "limit_train_batches"
+        )
+    if str(trainer.precision).startswith("16"):
+        raise ArgumentError(
+            f"Trainer(precision={trainer.precision!r}) scales the loss and skips steps on overflow, "
+            "which tells something about raw gradients; use precision='bf16-mixed'"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ArgumentError(
+            "accumulate_grad_batches joins several batches in one step, and one batch is one release, "
+            "whose rows are drawn anew; leave it at 1 and make the batch larger"
+        )
+    if trainer.gradient_clip_val:
+        raise ArgumentError(
+            "gradient_clip_val would clip the mean of the batch, before there is any; each row's "
+            "threshold is max_grad_norm: omit gradient_clip_val"
+        )
+    if any(
+        kind.__name__ == "BatchSizeFinder" for c in trainer.callbacks for kind in type(c).__mro__
+    ):
+        raise ArgumentError(
+            "BatchSizeFinder changes batch_size between steps, but a private loader draws at the rate "
+            "that the fit has begun with, so that larger batches would not be tried; choose the "
+            "batch_size of the data module without it"
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Several make_private calls in one configure_optimizers: each makes one part of the module
+# private.
+
+
+_PARTS = "_fastclip_parts"
+"""Attribute of a LightningModule: what is private of it."""
+
+
+@dataclass(eq=False)
+class Part:
+    """What one call has made private.
+
+    Attributes:
+        module: the part, or the whole LightningModule.
+        handle: has `cleanup()`.
+        optimizer: a weak reference to the private one.
+        trainer: a weak reference to the trainer of the call.
+    """
+
+    module: nn.Module
+    handle: Any
+    optimizer: Callable[[], FastDPOptimizer | None]
+    trainer: Callable[[], Any]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module is of no trainer."""
+        return {**self.__dict__, "optimizer": _nobody, "trainer": _nobody}
+
+
+def _nobody() -> None:
+    return None
+
+
+def made_before(module: nn.Module, trainer: Any) -> list[Part]:
+    """What the configure_optimizers that is running has made private already.
+
+    What is left of an earlier fit is cleaned up: its optimizers are those of the trainer's strategy, or
+    it had another trainer.
+    """
+    parts: list[Part] = module.__dict__.get(_PARTS, [])
+    known = [*map(id, trainer.strategy.optimizers)]
+    if any(part.trainer() is not trainer or id(part.optimizer()) in known for part in parts):
+        clean_up(module)
+        return []
+    return parts
+
+
+def keep(module: nn.Module, part: nn.Module, handle: Any, private: Any, trainer: Any) -> None:
+    """Remember what a call has made private."""
+    made = Part(part, handle, weakref.ref(private), weakref.ref(trainer))
+    module.__dict__.setdefault(_PARTS, []).append(made)
+
+
+def clean_up(module: nn.Module) -> bool:
+    """Make all parts ordinary again; whether there were any."""
+    parts: Sequence[Part] = module.__dict__.pop(_PARTS, ())
+    for part in parts:
+        part.handle.cleanup()
+    return bool(parts)
+
+
+def check_part(
+    module: nn.Module, part: nn.Module | None, before: Sequence[Part], engine: Any,
+    arguments: Mapping[str, Any], trainer: Any,
+) -> None:  # fmt: skip
+    """Raise an error if this call does not go with the module, or with the calls before it.
+
+    Raises:
+        ArgumentError: naming the way.
+    """
+    if part is not None and not any(part is each for each in module.modules()):
+        raise ArgumentError(
+            f"part expects a submodule of the LightningModule, got a {type(part).__name__} that it does "
+            "not hold. Pass self.encoder, for instance."
+        )
+    if part is not None and part is not module and trainer.world_size > 1:
+        raise ArgumentError(
+            "part makes one submodule private, which several processes cannot train together. Use one "
+            "process, or make the whole module private by one call, with param_groups."
+        )
+    mine = module if part is None else part
+    held = {*map(id, mine.modules()), *map(id, mine.parameters())}
+    for other in before:
+        private = other.optimizer()
+        if private is None or private.ledger is not engine.accountant:
+            raise ArgumentError(
+                "two engines make parts of one LightningModule private, so neither's epsilon would be "
+                "that of the fit. Use one engine for all parts."
+            )
+        theirs = (*other.module.modules(), *other.module.parameters())
+        if any(id(each) in held for each in theirs):
+            raise ArgumentError(
+                "make_private was called twice for the same parameters in one configure_optimizers, and "
+                "the second call would end the first. Call it once, with one optimizer that has "
+                "param_groups, or pass part= for parts that share nothing."
+            )
+    if before and ("target_epsilon" in arguments or "_fastclip_budget" in module.__dict__):
+        raise ArgumentError(
+            "target_epsilon is of one call, and each of several would spend it. Pass noise_multiplier "
+            "to every call; engine.get_epsilon is that of all of them."
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 try:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule

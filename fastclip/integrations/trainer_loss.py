@@ -3,15 +3,221 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from fastclip.core.torch_names import tree_flatten, tree_unflatten
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.integrations.row_losses import FIX, WAY_OUT, Checked, check_function, rows_of
-from fastclip.integrations.trainer_ranks import RanksTrainer
+from fastclip.integrations.trainer_run import RanksTrainer
+
+# -------------------------------------------------------------------------------------------------
+# A check that a Trainer's compute_loss_func keeps samples apart.
+
+
+IGNORED = -100
+WAY_OUT = (
+    "pass PrivateTrainer(compute_loss_func=...), a function (outputs, labels, num_items_in_batch) that "
+    "returns one loss a row, [b]"
+)
+FIX = "Pass compute_loss_func, which returns one loss a row, [b]."
+
+TOLERANCE = 1e-4
+"""Relative, in float32, between numbers that are computed from the same outputs."""
+
+
+def rows_of(inputs: dict[str, Any]) -> int:
+    """Rows of a batch: the first dimension of its labels, or of the first tensor."""
+    tensors = [v for v in inputs.values() if isinstance(v, Tensor) and v.dim()]
+    labels = inputs.get("labels")
+    return len(labels) if isinstance(labels, Tensor) and labels.dim() else len(tensors[0])
+
+
+def take(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """These rows of a batch."""
+    size = rows_of(inputs)
+
+    def few(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: few(v) for name, v in value.items()}
+        return (
+            value[rows]
+            if isinstance(value, Tensor) and value.dim() and len(value) == size
+            else value
+        )
+
+    return {name: few(value) for name, value in inputs.items()}
+
+
+def telling(inputs: dict[str, Any], most: int) -> dict[str, Any]:
+    """Rows of a batch in which a coupled loss gives itself away: whose labels differ.
+
+    Of token labels the last row keeps a single one, so that a mean over the tokens differs from that
+    over the rows.
+    """
+    labels, size = inputs.get("labels"), rows_of(inputs)
+    if not isinstance(labels, Tensor) or not labels.dim():
+        return take(inputs, list(range(min(size, most))))
+    different: dict[Any, int] = {}
+    tokens = labels.dim() == 2 and not labels.is_floating_point()
+    order = list(range(size))
+    if tokens:  # the longest first
+        order = (labels != IGNORED).sum(1).argsort(descending=True, stable=True).tolist()
+    for row in order:
+        different.setdefault(str(labels[row].tolist()), row)
+    chosen = list(different.values())[:most]
+    chosen += [row for row in order if row not in chosen][: max(0, min(most, size) - len(chosen))]
+    few = take(inputs, chosen)
+    if tokens:
+        kept = few["labels"].clone()
+        places = (kept[-1] != IGNORED).nonzero().flatten()
+        kept[-1, places[:-1]] = IGNORED  # the last one: a shifted loss does not use the first
+        few["labels"] = kept
+    return few
+
+
+class Checked:
+    """Which labels have been compared with each other, so which batch must be looked at.
+
+    Class weights and ignored rows show only where a batch holds labels that they treat differently.
+    """
+
+    def __init__(self) -> None:
+        self._enough = False
+        self._together: list[frozenset] = []
+
+    def due(self, inputs: dict[str, Any]) -> bool:
+        """A batch of several rows that may show what those before could not."""
+        if rows_of(inputs) < 2 or self._enough:
+            return False
+        values = _classes(inputs)
+        return values is None or not any(values <= known for known in self._together)
+
+    def done(self, inputs: dict[str, Any]) -> None:
+        """These rows were compared."""
+        values, labels = _classes(inputs), inputs.get("labels")
+        if values is None:
+            if not isinstance(labels, Tensor) or not labels.dim():
+                self._enough = True
+                return
+            compared = labels
+            if compared.dim() == 2 and not compared.is_floating_point():
+                compared = (compared != IGNORED).sum(1)
+            self._enough = bool((compared != compared[:1]).any())
+            return
+        apart = []
+        for known in self._together:
+            if known & values:
+                values |= known
+            else:
+                apart.append(known)
+        self._together = [*apart, values] if len(values) > 1 else self._together
+
+
+def _classes(inputs: dict[str, Any]) -> frozenset | None:
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
+        return None
+    return frozenset(labels.tolist())
+
+
+def check_function(
+    function: Callable[[Any, Any], Tensor], outputs: Any, inputs: dict[str, Any]
+) -> None:
+    """Refuse a compute_loss_func that is not the mean of its rows' own losses.
+
+    It is called with numbers drawn at random in the place of the model's outputs: a model that has
+    learnt nothing yet gives every token the same loss, and hides a mean over tokens.
+
+    Args:
+        function: (outputs, labels) -> loss, one a row or their mean.
+        inputs: the labels' batch.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    size = rows_of(inputs)
+    values, shape = tree_flatten(outputs)
+    values = [v.detach() if isinstance(v, Tensor) else v for v in values]
+    places = [i for i, v in enumerate(values) if _differentiable(v)]
+    order = torch.arange(size, device="cpu")
+    few = telling({"rows": order, "labels": inputs.get("labels")}, most=size)
+    chosen, labels = few["rows"].tolist(), few["labels"]
+    generator = torch.Generator().manual_seed(0)
+    for synthetic in (True, False):  # a loss of probabilities may not take any number
+        leaves = list(values)
+        for i in places:
+            drawn = torch.randn(
+                values[i].shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
+            leaves[i] = drawn.to(values[i].device) if synthetic else values[i].float()
+
+        def gradients(
+            rows: list[int], labels: Any, leaves: list[Any] = leaves
+        ) -> list[Tensor | None]:
+            own = list(leaves)
+            for i in places:
+                of_rows = len(own[i]) == size
+                own[i] = (own[i][rows] if of_rows else own[i].clone()).requires_grad_()
+            with torch.enable_grad():
+                loss = function(tree_unflatten(own, shape), labels).mean()
+                if not loss.requires_grad:
+                    return [None for _ in places]
+                return list(torch.autograd.grad(loss, [own[i] for i in places], allow_unused=True))
+
+        try:
+            together = gradients(chosen, labels)
+            alone = [
+                gradients([row], take({"rows": order, "labels": labels}, [number])["labels"])
+                for number, row in enumerate(chosen)
+            ]
+        except Exception:
+            if synthetic:
+                continue
+            raise
+        if synthetic and not all(g is None or g.isfinite().all() for g in together):
+            continue
+        break
+    for number, i in enumerate(places):
+        found = together[number]
+        if found is None:
+            continue
+        if len(values[i]) != size and bool(found.any()):
+            raise ArgumentError(
+                f"compute_loss_func uses an output of shape {list(values[i].shape)}, which does not "
+                f"hold one entry a row, so it couples rows; {WAY_OUT}"
+            )
+        if len(values[i]) == size:
+            own = [gradient[number] for gradient in alone]
+            _compare(found, [None if g is None else g[0] for g in own], TOLERANCE)
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+
+def _compare(together: Tensor, alone: list[Tensor | None], tolerance: float) -> None:
+    """Row by row: the gradient in the batch, times its rows, is that of the row alone."""
+    for row, own in enumerate(alone):
+        if own is None or own.shape != together[row].shape or not own.isfinite().all():
+            continue
+        found = together[row] * len(alone)
+        if not (found - own).norm() <= tolerance * max(
+            float(own.norm()), float(found.norm()), 1e-12
+        ):
+            raise ArgumentError(
+                f"the gradient of a row's outputs in a batch of {len(alone)} rows is {found.norm():.4g} "
+                f"a row, but {own.norm():.4g} where the row is alone: the loss couples rows (a mean "
+                "over the tokens of the batch, or of weighted classes?), so no row can be clipped; "
+                f"{WAY_OUT}"
+            )
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 _ENDS = ("start_positions", "end_positions")
 _OF_TRL = ("PrivateDPOTrainer", "PrivateSFTTrainer")

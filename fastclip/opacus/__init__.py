@@ -7,6 +7,7 @@
 Names that are not ours are Opacus' own.
 """
 
+from fastclip.engine.by_hand import GradSampleHooks, GradSampleModule
 from fastclip.opacus import (
     accountants,
     data_loader,
@@ -20,7 +21,7 @@ from fastclip.opacus import (
     validators,
 )
 from fastclip.opacus.engine import PrivacyEngine
-from fastclip.opacus.grad_sample import GradSampleHooks, GradSampleModule, register_grad_sampler
+from fastclip.opacus.grad_sample import register_grad_sampler
 from fastclip.opacus.installation import install, installed, uninstall
 from fastclip.opacus.rest import rest_of
 

@@ -3,7 +3,7 @@
 from opacus.accountants import *  # noqa: F403
 from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 
-from fastclip._opacus import create_accountant, register_accountant
+from fastclip.core.opacus_names import create_accountant, register_accountant
 from fastclip.opacus.rest import rest_of
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from fastclip.engine import FastPrivacyEngine
+from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 DEFAULTS: dict[str, Any] = {}
 """Of make_private, where a program does not say otherwise."""

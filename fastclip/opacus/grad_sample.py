@@ -3,7 +3,7 @@
 from opacus.grad_sample import *  # noqa: F403
 from opacus.grad_sample import register_grad_sampler, register_norm_sampler
 
-from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
+from fastclip.engine.by_hand import GradSampleHooks, GradSampleModule
 from fastclip.opacus.rest import rest_of
 
 __all__ = [

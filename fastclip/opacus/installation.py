@@ -15,10 +15,10 @@ from opacus.grad_sample import grad_sample_module
 from opacus.optimizers import ddpoptimizer, optimizer
 from opacus.utils import batch_memory_manager
 
+from fastclip.engine.opacus_modes import optimizers as materialised
 from fastclip.errors import ArgumentError, StepError
 from fastclip.opacus import engine
 from fastclip.opacus.rest import OURS
-from fastclip.optim import materialised
 
 _ALL = frozenset(kind.__name__ for kind in OURS)
 _PUBLIC: dict[ModuleType, frozenset[str]] = {

@@ -1,7 +1,7 @@
 """opacus.optimizers."""
 
+from fastclip.engine.by_hand import DistributedDPOptimizer, DPOptimizer
 from fastclip.opacus.rest import rest_of
-from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
 
 __all__ = ["DPOptimizer", "DistributedDPOptimizer"]
 

@@ -10,11 +10,15 @@ import opacus
 from opacus import grad_sample, optimizers
 from opacus.utils import batch_memory_manager
 
-from fastclip._opacus import GradSampleHooks as OpacusHooks
-from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
+from fastclip.core.opacus_names import GradSampleHooks as OpacusHooks
+from fastclip.engine.batch_memory import BatchMemoryManager
+from fastclip.engine.by_hand import (
+    DistributedDPOptimizer,
+    DPOptimizer,
+    GradSampleHooks,
+    GradSampleModule,
+)
 from fastclip.opacus.engine import PrivacyEngine
-from fastclip.optim.batch_memory import BatchMemoryManager
-from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
 
 OURS: dict[type, type] = {
     opacus.PrivacyEngine: PrivacyEngine,

@@ -1,36 +1,52 @@
 """The operations of the engine; here their PyTorch reference, which later kernels must equal."""
 
-from fastclip.ops.accumulate import clip_accumulate
-from fastclip.ops.bounds import (
-    AddedNorm,
-    LaterNorm,
-    ProductNorm,
-    product_slack,
-    with_lost,
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fastclip.core.numerics import (
+    drop_zeroed,
+    full_float32,
+    in_full_float32,
+    laid_out_as,
+    looked_at,
+    row_norm_sq,
+    samples_at_once,
+    shaped,
+    unit_roundoff,
+    wide_sum,
+    widen,
 )
-from fastclip.ops.clip import clip_scale, threshold_step
+from fastclip.ops.clip import (
+    check_floating,
+    check_std,
+    clip_accumulate,
+    clip_scale,
+    fill_normal,
+    noise_finalize,
+    threshold_step,
+)
 from fastclip.ops.conv import (
     ConvGeometry,
+    by_matrices,
     conv_ghost_norm,
     conv_ghost_parts,
-    conv_operands,
-    conv_unit_ghost_norm,
-    patch_products,
-)
-from fastclip.ops.conv_gradients import (
     conv_gradients_apart,
     conv_norm,
+    conv_operands,
     conv_per_sample_gradients,
     conv_sum,
+    conv_unit_ghost_norm,
     conv_unit_gradients,
     conv_unit_gradients_apart,
     kept_conv_gradients,
-)
-from fastclip.ops.conv_matrices import (
-    by_matrices,
     kernel_rows,
     matrices,
     of_kernel_rows,
+    patch_products,
     patches_apart,
 )
 from fastclip.ops.dispatch import computes_reference, has_kernel
@@ -43,10 +59,16 @@ from fastclip.ops.embedding import (
     lookup_sum,
     tied_norm,
 )
-from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
-from fastclip.ops.grams import LastInput, gram_norms, half_gram
-from fastclip.ops.index import index_on
-from fastclip.ops.kept import kept_sum, kept_sums, parted_sum, whole
+from fastclip.ops.grams import (
+    AddedNorm,
+    LastInput,
+    LaterNorm,
+    ProductNorm,
+    gram_norms,
+    half_gram,
+    product_slack,
+    with_lost,
+)
 from fastclip.ops.linear import (
     LAYERS_TOGETHER,
     ghost_norm,
@@ -56,36 +78,47 @@ from fastclip.ops.linear import (
     gradients_apart,
     instantiated_norm,
     kept_gradients,
+    kept_sum,
+    kept_sums,
+    parted_sum,
     per_sample_gradients,
-    scaled_sum,
-    scaled_sums,
-)
-from fastclip.ops.norm_affine import group_norm_grads, layer_norm_grads, rms_norm_grads
-from fastclip.ops.norm_backward import (
-    group_norm_backward,
-    layer_norm_backward,
-    rms_norm_backward,
-)
-from fastclip.ops.norm_forward import channels_last, group_norm
-from fastclip.ops.numerics import (
-    drop_zeroed,
-    laid_out_as,
-    looked_at,
-    row_norm_sq,
-    samples_at_once,
-    shaped,
-    unit_roundoff,
-    wide_sum,
-    widen,
-)
-from fastclip.ops.precision import full_float32, in_full_float32
-from fastclip.ops.routed import (
     routed_gradients_apart,
     routed_norm,
     routed_slack,
     routes_apart,
+    scaled_sum,
+    scaled_sums,
     sum_by_owner,
+    whole,
 )
+from fastclip.ops.norms import (
+    channels_last,
+    group_norm,
+    group_norm_backward,
+    group_norm_grads,
+    layer_norm_backward,
+    layer_norm_grads,
+    rms_norm_backward,
+    rms_norm_grads,
+)
+
+# -------------------------------------------------------------------------------------------------
+# Indices on the device, made once.
+
+
+@functools.lru_cache(maxsize=256)
+def index_on(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """`places` as int64 on the device; not to be written to.
+
+    A copy of pageable memory would wait in every step and break the capture of a CUDA graph, so it is
+    made in the first pass that needs it and kept.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 __all__ = [
     "LAYERS_TOGETHER",

@@ -26,11 +26,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastclip._torch import Invented, followed, makes_graph
+from fastclip.core.torch_names import Invented, followed, makes_graph
 from fastclip.errors import ArgumentError, FastclipError, say
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
-_MODULES = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda", "host": "fastclip.host"}
+_MODULES = {
+    "triton": "fastclip.ops.triton",
+    "cuda": "fastclip.ops.cuda",
+    "host": "fastclip.ops.host",
+}
 _HOST = ("host",)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastclip.ops.bounds import dot_room
-from fastclip.ops.dispatch import operation
-from fastclip.ops.numerics import (
+from fastclip.core.numerics import (
     GRAM_ERROR_FACTOR,
     accumulation_dtype,
     drop_zeroed,
+    in_full_float32,
     row_norm_sq,
     unit_roundoff,
     widen,
 )
-from fastclip.ops.precision import in_full_float32
+from fastclip.ops.dispatch import operation
+from fastclip.ops.grams import dot_room
 
 _ROUNDINGS = 8
 """Of a squared norm that is no Gram's, in u, one after the other."""

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.ops.conv import ConvGeometry, conv_ghost_norm
-from fastclip.ops.conv_gradients import conv_norm
+from fastclip.core.numerics import accumulation_dtype
+from fastclip.ops.conv import ConvGeometry, conv_ghost_norm, conv_norm
 from fastclip.ops.dispatch import CALLS, OPERATIONS
 from fastclip.ops.embedding import lookup_norm
 from fastclip.ops.grams import gram_dots, wide_gram
 from fastclip.ops.linear import ghost_norm, instantiated_norm, scaled_sum
-from fastclip.ops.norm_backward import group_norm_backward, layer_norm_backward, rms_norm_backward
-from fastclip.ops.numerics import accumulation_dtype
+from fastclip.ops.norms import group_norm_backward, layer_norm_backward, rms_norm_backward
 
 
 def _custom(name: str):  # type: ignore[no-untyped-def]

@@ -17,8 +17,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from fastclip.core.numerics import widen
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.ops.numerics import widen
 
 _IN_PLACE_BYTES = 256 << 10
 """Of one run, above which one more call of an operation costs less than copying the run, on a CPU."""

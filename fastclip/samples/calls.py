@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,21 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from fastclip.errors import BatchSizeError, GraphError, StepError
-from fastclip.parallel.shards import Shards
-from fastclip.samples import paths
-from fastclip.samples.blind import check_rows
-from fastclip.samples.independence import coupled
+from fastclip.distributed.shards import Shards
+from fastclip.errors import BatchSizeError, GraphError, StepError, say
+from fastclip.samples import runs
+from fastclip.samples.batch_axis import called as called_by
+from fastclip.samples.batch_axis import check_rows
 from fastclip.samples.inputs import Drawn, batch_sizes_of, tensors_of
 from fastclip.samples.layout import BatchLayout, Lengths
-from fastclip.samples.learning import learn
-from fastclip.samples.outlets import guarded
-from fastclip.samples.place import called as called_by
-from fastclip.samples.probe_state import Trains, no_training
-from fastclip.samples.probing import Probe, Runs
-from fastclip.samples.spread import check_look, check_moves
-from fastclip.samples.watch import Look
+from fastclip.samples.learning import check_look, check_moves, learn
+from fastclip.samples.outputs import guarded
+from fastclip.samples.probing import Probe, Runs, coupled
+from fastclip.samples.settings import Look
+from fastclip.samples.state import Trains, no_training
 from fastclip.trace.tracer import all_aside
 
 FORWARD = "forward"  # the name of the call that is the model's own
@@ -127,7 +126,7 @@ class Entered:
         """It runs from now on; what `paths.begin` says of `eager`."""
         tensors = [*tensors_of((self.args, self.kwargs))]
         self.sizes = [size for x in tensors for size in x.shape]
-        self.following = paths.begin(tensors, eager=eager)
+        self.following = runs.begin(tensors, eager=eager)
 
     def ran(self) -> None:
         """It has computed what it returns, or has failed."""
@@ -218,7 +217,7 @@ class Calls:
             return True
         if not layout.has_grown(layout.batch_size(*given) or 0):
             return False
-        followed = called.name == FORWARD and self._follows and paths.can_follow()
+        followed = called.name == FORWARD and self._follows and runs.can_follow()
         return not (followed and layout.holds_for_any and self.traces(True))
 
     def end(self, called: Entered) -> None:
@@ -446,7 +445,7 @@ class Calls:
         with all_aside(), nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path, whole=whole or layout.whole, compare=compare)
         if before - layout.facts():  # ways that were proven with these are to be proven again
-            layout.paths = paths.Paths()
+            layout.paths = runs.Paths()
         check_moves(self.shards, called.model, layout.returns)
         called.looked_at = True
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
@@ -455,3 +454,103 @@ class Calls:
             p for p, name in self._private.items() if name.rpartition(".")[0] not in layout.met
         )
         layout.proxied.update(unmet)
+
+
+# -------------------------------------------------------------------------------------------------
+# Forward passes under one loss hold their samples in the same rows: the first ones are compared.
+
+
+_COMPARED = 4
+"""Backward passes over several forward passes whose rows are compared: reading them waits for a GPU."""
+
+_FEW = 4
+"""Whole numbers of a row below which rows are alike by accident: a letter, a category."""
+
+
+_FEW_SHARED = (
+    "two forward passes under one loss have few rows in common, and row i of each is taken for what one "
+    "sample has given: two views of it, or two parts of what the data loader drew for it. If one takes "
+    "rows of another source (a public data set, a replay buffer), one row less moves every pair behind "
+    "it, and a sample changes the sum by many times max_grad_norm: let the data set that is drawn from "
+    "return both rows of a pair"
+)
+
+
+class RowOrders:
+    """Refuses samples that enter one backward pass in two rows, where they would contribute 2 C.
+
+    `criterion(model(x), y) + criterion(model(x[order]), y[order])` clips what two samples have given
+    to one row. Inputs are compared bit for bit. Where passes have few rows in common (two views of each
+    row, or rows of two sources), whoever trains is told once what is taken for granted.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._told = _COMPARED, False
+
+    def finish(self, forwards: Sequence[Forward]) -> None:
+        """One backward pass has reached these forward passes; none may reach them again.
+
+        Raises:
+            GraphError: two of them hold the same samples in other rows.
+        """
+        for forward in forwards:
+            forward.finished = True
+        several = len(forwards) > 1 and self._left > 0
+        if several and torch.cuda.is_available():
+            several = (
+                not torch.cuda.is_current_stream_capturing()
+            )  # what rehearsed it was looked at
+        seen = [rows for rows in map(_rows, forwards) if rows is not None] if several else []
+        for number, (kind, rows) in enumerate(seen):
+            for other, before in seen[:number]:
+                if kind == other and (_moved(before, rows) or _moved(rows, before)):
+                    raise GraphError(
+                        "two forward passes under one loss hold the same samples in other rows "
+                        "(such as model(x) and model(x[order])), so that a sample would contribute "
+                        "up to twice what it is clipped to; each row of all forward passes under "
+                        "one loss must be computed from one sample"
+                    )
+                if kind == other and not self._told and 2 * len({*before} & {*rows}) < len({*rows}):
+                    self._told = True
+                    say(_FEW_SHARED)
+        self._left -= len(seen) > 1
+        for forward in forwards:
+            forward.inputs = None
+            if forward.layout is not None:
+                forward.layout.ended()
+
+
+def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
+    """How a call was given its inputs, and for each row of them what tells it from others."""
+    size, layout = forward.batch_size or 0, forward.layout
+    if forward.inputs is None or layout is None or size < 2:
+        return None
+    given = layout.read(*forward.inputs)
+    leaves, structure = given.leaves, given.structure
+    axes = layout.cuts(given.way) or (layout.axis,) * len(leaves)
+    keys: list[list[bytes]] = []
+    told = 0
+    for leaf, axis in zip(leaves, axes, strict=True):
+        if isinstance(leaf, PackedSequence):
+            leaf, axis = pad_packed_sequence(leaf, batch_first=True)[0], 0
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or axis is None:
+            continue
+        if leaf.dim() > axis and leaf.shape[axis] == size:
+            rows = leaf.detach().movedim(axis, 0).cpu().reshape(size, -1).contiguous()
+            keys.append([row.tobytes() for row in rows.view(torch.uint8).numpy()])
+            told += _FEW if leaf.is_floating_point() else rows.shape[1]
+    if told < _FEW:
+        return None
+    return structure, [hash(row) for row in zip(*keys, strict=True)]
+
+
+def _moved(distinct: list[int], others: list[int]) -> bool:
+    """Whether half of the `others`, two at the least, are rows that stand in other places.
+
+    Rows that are not all distinct tell nothing: categories or empty texts are alike by accident.
+    """
+    places = {row: place for place, row in enumerate(distinct)}
+    if len(places) < len(distinct) or len(distinct) != len(others):
+        return False
+    moved = sum(places.get(row, place) != place for place, row in enumerate(others))
+    return moved >= 2 and 2 * moved >= len(others)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from functools import cache
 from itertools import product
 from operator import is_not
 from typing import Any
@@ -12,16 +15,247 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from fastclip._torch import (
+from fastclip.core.torch_names import (
     TreeSpec,
+    coo_indices,
+    coo_values,
     register_pytree_node,
     tree_flatten,
     tree_map,
     tree_unflatten,
 )
-from fastclip.samples import row_lists
-from fastclip.samples.objects import bare, fields_of
-from fastclip.samples.row_lists import is_data, is_list, is_rows
+from fastclip.errors import BatchSizeError
+
+# -------------------------------------------------------------------------------------------------
+# Where numbers of a tensor lie: a sparse one has no memory of its own, but is made of dense ones.
+
+
+def parts_of(x: Tensor) -> list[Tensor]:
+    """The dense tensors that hold the numbers of `x`; one that is dense holds its own."""
+    if x.layout == torch.strided:
+        return [x]
+    with torch.no_grad():
+        if x.layout == torch.sparse_coo:
+            return [coo_indices(x), coo_values(x)]
+        if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [x.crow_indices(), x.col_indices(), x.values()]
+        if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [x.ccol_indices(), x.row_indices(), x.values()]
+    return [x]
+
+
+# -------------------------------------------------------------------------------------------------
+# Rows that come as a list, a tuple or an array of NumPy's: boxes of images, texts, lengths.
+#
+# Such an input has one entry a row, of whatever kind, so it is cut by number, and its entries are
+# not
+# taken apart. Which list has as many entries as there are rows by accident, runs on a few rows
+# tell.
+
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_HELD = (Tensor, list, tuple, dict)
+_SHORT = 4
+"""Plain values in a list that are settings (height and width); more of them are data."""
+
+
+def is_array(value: Any) -> bool:
+    """One of NumPy's that has an axis."""
+    return type(value).__module__ == "numpy" and len(getattr(value, "shape", ())) > 0
+
+
+def is_list(value: Any) -> bool:
+    """A list or a tuple, but none with names of its own."""
+    return type(value) in (list, tuple)
+
+
+def is_rows(value: Any) -> bool:
+    """Whether it can be cut by number; of lists those alone are leaves that hold rows, or data."""
+    return is_list(value) or is_array(value)
+
+
+def is_data(value: Any) -> bool:
+    """A list of nothing but plain values, and more than a setting has."""
+    long = is_list(value) and len(value) > _SHORT
+    return long and all(type(x) in _PLAIN for x in value)
+
+
+def take(value: Any, rows: list[int]) -> Any:
+    """These entries, each by itself: what the model changes in place is no other's."""
+    if is_array(value):
+        return value[rows]
+    return type(value)(own(value[i]) for i in rows)
+
+
+def join(first: Any, second: Any) -> Any:
+    """The entries of one, then those of the other."""
+    if is_array(first):
+        return first[[*range(len(first)), *[0] * len(second)]]  # which are copies of the first
+    return first + second
+
+
+def differ(value: Any, i: int, j: int) -> bool:
+    """Whether two entries are not the same."""
+    return not same(value[i], value[j])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two inputs, or two rows of one, hold the same."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+        return one is other or (alike and bool(torch.equal(one, other)))
+    if is_array(one):
+        return one.shape == other.shape and bool((one == other).all())
+    mine, structure = tree_flatten(one)
+    others, theirs = tree_flatten(other)
+    if structure != theirs:
+        return False
+    if len(mine) == 1 and mine[0] is one:
+        return one is other or _equal(one, other)
+    return all(map(same, mine, others))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # objects of tensors, which have no one answer
+        return False
+
+
+def shorter(value: Any, which: set[int]) -> Any:
+    """These entries say that they are shorter: numbers by 1; what has a length by its last part."""
+    if is_array(value):
+        if value.dtype.kind not in "biu":
+            return value
+        value = value.copy()
+        for i in which:
+            value[i] = value[i] & 0 if value.dtype.kind == "b" else _less(value[i])
+        return value
+    return type(value)(_shorter(x) if i in which else x for i, x in enumerate(value))
+
+
+def _less(value: Any) -> Any:
+    return value - (value > 0)
+
+
+def _shorter(row: Any) -> Any:
+    if isinstance(row, bool):
+        return False
+    if isinstance(row, int) or (isinstance(row, float) and row == 1.0):
+        return max(row - 1, 0)
+    if isinstance(row, (str, bytes)) or is_data(row):
+        return row[:-1]
+    leaves, structure = tree_flatten(row)
+    sizes = [len(x) for x in leaves if _is_long(x)]
+    if not sizes:
+        told = [_shorter(x) if isinstance(x, (int, str)) else x for x in leaves]
+        return tree_unflatten(told, structure)
+    return tree_unflatten(
+        [x[:-1] if _is_long(x) and len(x) == sizes[0] else x for x in leaves], structure
+    )
+
+
+def _is_long(x: Any) -> bool:
+    return is_array(x) or (isinstance(x, Tensor) and x.dim() > 0)
+
+
+def own(row: Any) -> Any:
+    """A copy, of whose tensors and lists none is another's."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        if is_array(leaf):
+            return leaf.copy()
+        if not hasattr(leaf, "__dict__"):
+            return leaf
+        twin = copy.copy(leaf)
+        held = {n: x for n, x in vars(leaf).items() if isinstance(x, _HELD) or is_array(x)}
+        vars(twin).update({n: own(x) for n, x in held.items()})
+        return twin
+
+    return tree_map(of_leaf, row)
+
+
+# -------------------------------------------------------------------------------------------------
+# Inputs in objects of a script's own: what they hold is opened, and put into a bare one again.
+#
+# An object that was left whole would stand in every look as it came, with the numbers of the whole
+# batch.
+
+
+_DEEPEST_OBJECT, _LONGEST = 5, 64
+"""Objects and containers inside an object are looked into so far."""
+_OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
+"""Whose objects hold no rows, or are no one's to take apart."""
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """What an object holds by name, if there are tensors, arrays or lists among it; else None."""
+    kind: Any = type(value)
+    if kind.__module__.split(".")[0] in _OTHERS or isinstance(
+        value, (Tensor, nn.Module, Enum, type)
+    ):
+        return None
+    if callable(value) or not _can_be_made(kind) or not _holds(fields := _fields(value), 0):
+        return None
+    return fields
+
+
+def bare(kind: Any) -> Any:
+    """An object of this class that holds nothing."""
+    try:
+        return object.__new__(kind)
+    except TypeError:  # a class of Python's own (SimpleNamespace)
+        return kind.__new__(kind)
+
+
+@cache
+def _can_be_made(kind: type) -> bool:
+    try:
+        bare(kind)
+    except Exception:
+        return False
+    return True
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    found = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    slots = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **slots}
+
+
+def _holds(value: Any, depth: int) -> bool:
+    """Whether there may be rows in it."""
+    if isinstance(value, (Tensor, PackedSequence)) or is_array(value):
+        return True
+    if depth > _DEEPEST_OBJECT or isinstance(value, nn.Module):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds(x, depth + 1) for x in [*value.values()][:_LONGEST])
+    if is_list(value):
+        several = len(value) > 1 and isinstance(value[0], (bool, int, float, str))
+        return several or any(_holds(x, depth + 1) for x in value[:_LONGEST])
+    if type(value).__module__.split(".")[0] in _OTHERS or callable(value):
+        return False
+    return _holds(_fields(value), depth + 1)
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 Way = tuple[TreeSpec, tuple[type, ...]]
 """How inputs are nested, and of what kinds they are; older torches cannot hash a structure."""
@@ -279,7 +513,7 @@ def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[
 def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
     """These rows of an input along `axis`; zeros where it has none."""
     if is_rows(leaf):
-        return row_lists.take(leaf, rows)
+        return take(leaf, rows)
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf)
         index = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -296,7 +530,7 @@ def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
 def join_rows(first: Any, second: Any, axis: int) -> Any:
     """The rows of one input, then those of the other."""
     if is_rows(first):
-        return row_lists.join(first, second)
+        return join(first, second)
     if not isinstance(first, PackedSequence):
         return torch.cat([first, second], axis)
     (one, n), (other, m) = (pad_packed_sequence(leaf) for leaf in (first, second))
@@ -310,7 +544,7 @@ def rows_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
     """Whether two rows of these inputs, each cut along its axis, are not the same."""
     for leaf, axis in cut:
         if is_rows(leaf):
-            if row_lists.differ(leaf, i, j):
+            if differ(leaf, i, j):
                 return True
             continue
         one, other = (take_rows(leaf, axis, [n]) for n in (i, j))
@@ -337,3 +571,91 @@ def own_axis(name: str, cuts: Cuts) -> int:
     """Of an input of the model, by its name, or of a layer that counts its rows itself."""
     number = name.removeprefix(INPUT)
     return (cuts[int(number)] or 0) if name != number else 0
+
+
+# -------------------------------------------------------------------------------------------------
+# Lists with an entry for each row that was drawn, where something else may be taken for the
+# samples.
+
+
+_FEW = 4
+"""Arguments of a call, or entries of a dictionary, that are no rows, however many were drawn."""
+
+
+def check_drawn(
+    args: tuple, kwargs: dict, rows: int | None, drawn: Callable[[], Collection[int]]
+) -> int | None:
+    """`rows` again; refuses a call in which rows of what lies in such a list are taken for the samples.
+
+    Args:
+        rows: taken for samples. drawn: gives the numbers of rows that the loader may have drawn.
+
+    Raises:
+        BatchSizeError: naming the list, and the ways out.
+    """
+    if all(isinstance(x, Tensor) for x in (*args, *kwargs.values())) and len(args) <= _FEW:
+        return rows
+    numbers = drawn()
+    if rows in numbers or not numbers:
+        return rows
+    given: dict[str, Any] = {"arguments": args}
+    given |= {f"input {i}": x for i, x in enumerate(args)} | kwargs
+    for name, value in given.items():
+        for kind, length in _held(value, value is args):
+            if length in numbers:
+                raise BatchSizeError(
+                    f"{name}: the data loader drew {length} rows, as many as this {kind} has entries; "
+                    f"but the model computes by {rows} rows of the tensors in it, which would be "
+                    "clipped as samples; pad and stack the entries to one tensor with a row for each "
+                    "row that was drawn, or let the model compute each entry by itself"
+                )
+    return rows
+
+
+def unclear(entries: int, rows: int) -> BatchSizeError:
+    """The refusal of a list whose entries may be samples, as may the rows of the tensors in it."""
+    return BatchSizeError(
+        f"the model's input is a list of {entries} entries whose tensors have {rows} rows, and it "
+        "runs with fewer of either, so which of them are samples cannot be told; stack (pad) the "
+        "entries to one tensor with its samples along the batch axis, or pass each as an argument"
+    )
+
+
+def tells(outputs: list[Any]) -> bool:
+    """Whether outputs of 2 and of 3 rows may be of so many samples, wherever these lie in them."""
+    shapes = [[tuple(x.shape) for x in tensors_of(out)] for out in outputs]
+    return bool(shapes) and (shapes[0] != shapes[-1] or not any(shapes[0]))
+
+
+def in_lists(error: BatchSizeError) -> BatchSizeError:
+    """The same refusal, of a model whose rows come in lists of tensors alone."""
+    return BatchSizeError(
+        f"{error} (the samples are the entries of a list, which may be of unlike lengths: pad and stack "
+        "them to one tensor with a row for each sample, or pool each entry by itself)"
+    )
+
+
+def has_time_first(model: nn.Module) -> bool:
+    """Whether a layer in it takes its samples along axis 1: nn.LSTM, unless it is told otherwise."""
+    return any(getattr(module, "batch_first", True) is False for module in model.modules())
+
+
+def time_first(error: BatchSizeError) -> BatchSizeError:
+    """The same refusal, of a model some of whose layers take their samples along axis 1."""
+    return BatchSizeError(
+        f"{error}; if its samples lie along axis 1 of its inputs ([t, b, ...], as nn.LSTM and "
+        "nn.MultiheadAttention take them by default), pass batch_first=False to make_private"
+    )
+
+
+def _held(value: Any, few: bool = False) -> Iterator[tuple[str, int]]:
+    """Lists, tuples and dictionaries of tensors in it, and how many entries they have."""
+    mapping = isinstance(value, Mapping)
+    entries = list(value.values()) if mapping else list(value) if is_list(value) else []
+    inside = [found for x in entries for found in _held(x)]
+    if (inside or any(isinstance(x, Tensor) for x in entries)) and (
+        len(entries) > _FEW or not (mapping or few)
+    ):
+        yield type(value).__name__, len(entries)
+    if not few:
+        yield from inside

@@ -6,32 +6,317 @@ holds the samples is never assumed: fastclip.samples.learning runs the model to 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.errors import BatchSizeError, where
-from fastclip.samples.aside import Aside, Lengths
-from fastclip.samples.chosen import Rows
-from fastclip.samples.drawn import check_drawn
-from fastclip.samples.folds import Folds
+from fastclip.core.torch_names import memory_of, version_of
+from fastclip.errors import BatchSizeError, say, where
+from fastclip.samples import inputs
+from fastclip.samples.batch_axis import Place, called
 from fastclip.samples.inputs import (
+    INPUT,
     Cuts,
     Drawn,
     Reading,
     Way,
     batch_sizes_of,
+    check_drawn,
+    is_array,
+    is_list,
+    is_rows,
+    parts_of,
     readings,
     rows_of,
     way_of,
 )
-from fastclip.samples.paths import Paths
-from fastclip.samples.place import Place
-from fastclip.samples.row_lists import is_list
-from fastclip.samples.watch import Watch
+from fastclip.samples.runs import Paths
+from fastclip.samples.settings import Watch
+from fastclip.samples.state import tables_of
 from fastclip.trace.operation import tensors_in
+
+# -------------------------------------------------------------------------------------------------
+# Inputs without rows: what stays the same in every call says nothing of one batch, whatever it is.
+#
+# A graph, a grid, a mask of positions have no samples, and are not cut for a look. Nor are the
+# boxes of
+# all images one under another, of which a model may take the mean: every look would find it
+# constant.
+# So what was not cut must be what it was before, or it may hold numbers of the samples.
+
+
+_COMPARED = 4
+"""Calls in which tensors on a device are read, which waits for it; then every doubling is one."""
+_MOST_KEPT = 32
+"""Ways and lengths of inputs for which they are kept."""
+_LARGEST = 2**22
+"""Entries of a tensor that is copied, to be compared; of a larger one it is known which one it was."""
+Lengths = tuple[tuple[int, ...], ...]
+"""Sizes of a model's inputs along all axes but the samples'."""
+
+
+class _Kept:
+    """An input as it was in one call."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.version = value, _version(value)
+        small = not isinstance(value, Tensor) or value.numel() <= _LARGEST
+        self.copy = inputs.own(value) if small else None
+
+    def is_there(self, now: Any) -> bool:
+        """It is the same object, in which nothing was written."""
+        return isinstance(now, Tensor) and now is self.value and _version(now) == self.version
+
+    def differs(self, now: Any, read: bool) -> bool:
+        """Whether this is another one; `read`: tensors on a device may be read."""
+        if self.is_there(now):
+            return False
+        if not isinstance(now, Tensor) or not isinstance(self.value, Tensor):
+            return not inputs.same(self.copy, now)
+        if now.shape != self.value.shape or now.dtype != self.value.dtype:
+            return True
+        if self.copy is None or now.device != self.copy.device or now.layout != torch.strided:
+            return False
+        return (read or now.device.type == "cpu") and not torch.equal(self.copy, now)
+
+
+class Aside:
+    """The inputs without rows of one kind of call, by the lengths of the others.
+
+    No Snapshot: in every call they may be other tensors, whose numbers must be the same.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Way, Lengths, list[_Kept]]] = []
+        self._calls = 0
+
+    def check(self, leaves: list[Any], way: Way, cuts: Cuts) -> None:
+        """Hold the inputs that are not cut against those of earlier calls; to be asked once a call.
+
+        Those of other lengths (masks and positions of longer rows) are others.
+
+        Raises:
+            BatchSizeError: one has changed.
+        """
+        own = [
+            n for n, (x, a) in enumerate(zip(leaves, cuts, strict=True)) if a is None and _holds(x)
+        ]
+        if not own or not torch.is_grad_enabled():
+            return
+        self._calls += 1
+        read = self._calls <= _COMPARED or not self._calls & (self._calls - 1)
+        if read and torch.cuda.is_available():
+            read = not torch.cuda.is_current_stream_capturing()
+        lengths = tuple(
+            (*x.shape[:a], *x.shape[a + 1 :])
+            for x, a in zip(leaves, cuts, strict=True) if a is not None and isinstance(x, Tensor)
+        )  # fmt: skip
+        for known, long, kept in self._kept:
+            if long == lengths and known == way:
+                for number, before in zip(own, kept, strict=False):
+                    if before.differs(leaves[number], read):
+                        raise _changed(number, leaves[number])
+                return
+        self._kept = [
+            *self._kept[1 - _MOST_KEPT :],
+            (way, lengths, [_Kept(leaves[n]) for n in own]),
+        ]
+
+
+def _holds(value: Any) -> bool:
+    """Whether it may hold numbers of samples: several, which no optimizer changes."""
+    if isinstance(value, PackedSequence) or is_rows(value):
+        return not is_array(value) or value.size > 1
+    if type(value) is not Tensor or isinstance(value, nn.Parameter):
+        return False
+    return value.numel() > 1 and not value.requires_grad
+
+
+def _version(value: Any) -> int | None:
+    return version_of(value) if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def _changed(number: int, value: Any) -> BatchSizeError:
+    shape = f", of shape {list(value.shape)}," if hasattr(value, "shape") else ""
+    return BatchSizeError(
+        f"{INPUT}{number}{shape} has no row for each sample, and is not what it was in an earlier call: "
+        "it may hold numbers of the batch, on which the gradient of every row would depend (what "
+        "earlier steps have released of them is not private either); pass one row for each sample, or, "
+        "if it says nothing of samples, make it a buffer or an attribute of the model"
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Samples that are folded with other dimensions, by the lengths of the model's inputs.
+#
+# In [b * n, d] sample i has n entries in a row, in [n * b, d] every b-th: no shape tells which.
+# Nor does
+# one look tell it of other lengths, with which a dimension that was of one entry may have grown on
+# the
+# samples' other side. But dimensions do not shrink where lengths grow: what is of one entry in
+# longer rows
+# is so in shorter ones; and it is not two where there are less than twice as many entries a sample
+# as in
+# shorter rows, since those within have not become fewer.
+
+
+_Seen = dict[Lengths, dict[int, Place]]
+
+
+class Folds:
+    """Where the samples are in what is folded, by layer or use.
+
+    What is known is known of a name, whatever the model's state and the way it is called.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, _Seen] = {}
+        """By the inputs' lengths, and the number of entries a sample."""
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def copy(self) -> Folds:
+        """What is known now."""
+        twin = Folds()
+        twin.put_back(self)
+        return twin
+
+    def put_back(self, earlier: Folds) -> None:
+        """What was known then is so still."""
+        for name, seen in earlier._seen.items():
+            own = self._seen.setdefault(name, {})
+            for lengths, folds in seen.items():
+                own[lengths] = own.get(lengths, {}) | folds
+
+    def facts(self) -> set[tuple[Hashable, Hashable]]:
+        """What was seen of every layer and use."""
+        return {
+            (name, (lengths, fact))
+            for name, seen in self._seen.items()
+            for lengths, folds in seen.items()
+            for fact in folds.items()
+        }
+
+    def note(self, name: Hashable, place: Place, known: Iterable[int], lengths: Lengths) -> None:
+        """A sample had so many entries there, with inputs of these lengths.
+
+        Raises:
+            BatchSizeError: in an earlier call they lay in another order, or would have been taken to.
+        """
+        seen = self._seen.setdefault(name, {})
+        for each in known:
+            folded = place.fold(2 * each, 2)
+            if folded is None:
+                continue
+            found = Place(place.axis, *folded)
+            told = self.find(name, each, lengths)
+            if told not in (None, found) or not all(map(found.like, _places(seen))):
+                raise BatchSizeError(
+                    f"{where(called(name))}: its rows are those of the samples in another order than in "
+                    "an earlier call (sample by sample, or time by time), so whose they are depends on "
+                    "how the model is called; keep one layout (permute the dimensions before they are "
+                    "flattened), or use a module of its own for each"
+                )
+            seen.setdefault(lengths, {})[each] = found
+
+    def has(self, name: Hashable, lengths: Lengths) -> bool:
+        """It was seen with inputs of these lengths."""
+        return lengths in self._seen.get(name, {})
+
+    def find(self, name: Hashable, each: int, lengths: Lengths) -> Place | None:
+        """Where the samples are, of which each has so many entries; None if that is not known."""
+        seen = self._seen.get(name, {})
+        return seen.get(lengths, {}).get(each) or _between(seen, each, lengths)
+
+
+def _between(seen: _Seen, each: int, lengths: Lengths) -> Place | None:
+    """What rows of other lengths tell: all of them had their samples outermost, or all innermost."""
+    folded = [place for place in _places(seen) if not place.plain]
+    orders = {place.order for place in folded}
+    if orders not in ({1}, {-1}):
+        return None
+    for others, known in seen.items():
+        longer = max(known) >= each and _reach(others, lengths)
+        # one layer may run several times: which of these was this one?
+        fewer = [number for number in known if number <= each]
+        if longer or (fewer and each < 2 * min(fewer) and _reach(lengths, others)):
+            return Place(folded[0].axis, *((1, each) if orders == {1} else (each, 1)))
+    return None
+
+
+def _places(seen: _Seen) -> Iterator[Place]:
+    return (place for folds in seen.values() for place in folds.values())
+
+
+def _reach(longer: Lengths, shorter: Lengths) -> bool:
+    """Whether no input is longer along any axis in `shorter`."""
+    return [*map(len, longer)] == [*map(len, shorter)] and all(
+        size >= other
+        for a, b in zip(longer, shorter, strict=True)
+        for size, other in zip(a, b, strict=True)
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Rows of constants to which trained weights are applied, and of which samples choose by their
+# numbers.
+#
+# So graph networks are called with numbers of nodes, whose features lie in a buffer: these follow
+# from
+# nobody's row of the batch, and may be the private data. A table of frozen weights of which
+# samples choose
+# before anything is trained on them is none such, nor are weights that are multiplied entry by
+# entry.
+
+
+class Rows(NamedTuple):
+    """Constants of which each row has been multiplied by trained weights: where, and how many rows."""
+
+    memory: int
+    shape: tuple[int, ...]
+    number: int
+
+    @staticmethod
+    def of(x: Tensor, axis: int) -> Rows:
+        return Rows(memory_of(parts_of(x)[-1]), tuple(x.shape), x.shape[axis])
+
+
+def say_chosen(model: nn.Module, chosen: Mapping[Rows, str], told: set[str]) -> None:
+    """Warn once of rows that the model holds, or has computed of what it holds: that has their shape.
+
+    Args:
+        chosen: the rows, and the use in which samples choose among them. told: their names, if they
+            have been told.
+    """
+    held = [(name, Rows.of(x, 0)) for name, x in (_held(model) if chosen else ())]
+    names: dict[str, None] = {}
+    for rows in chosen:
+        same = [name for name, own in held if own.memory == rows.memory]
+        names |= dict.fromkeys(same or [name for name, own in held if own.shape == rows.shape])
+    if not names.keys() <= told:
+        told.update(names)
+        say(
+            f"{' and '.join(names)}: trained weights meet all rows, and samples choose among them by "
+            f"number ({next(iter(chosen.values()))}), so what they hold is neither clipped nor noised. "
+            "If it is private, pass each sample its own rows; else make it a frozen parameter."
+        )
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, table in tables_of(model):
+        for kind, tensors in (("buffer", table.get("_buffers", {})), ("attribute", table)):
+            for name, x in tensors.items():
+                if type(x) is Tensor and x.dim():
+                    yield f"{kind} {f'{path}.{name}'.lstrip('.')!r}", x
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 MANY = 512
 """Rows of the largest batch that is run whole for a look."""

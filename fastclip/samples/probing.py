@@ -3,40 +3,117 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import traceback
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip._torch import tree_unflatten
-from fastclip.errors import UnsupportedLayerError, where
-from fastclip.graph import Node, reached_without
-from fastclip.samples.elsewhere import drawn_by, evenly
-from fastclip.samples.even_draws import draws_alike
-from fastclip.samples.independence import NUMBER, OTHERS, Coupled, coupled
-from fastclip.samples.inputs import NESTED, Cuts, flatten, inside, take_rows, tensors_of
-from fastclip.samples.place import Place, called, places
-from fastclip.samples.probe_state import generators_of, own_tensors, tables_of, undisturbed
-from fastclip.samples.randomness import OF_TORCH
-from fastclip.samples.row_lists import is_list
+from fastclip.core.autograd import Node, reached_without
+from fastclip.core.system import Work, no_memory
+from fastclip.core.torch_names import tree_unflatten
+from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
+from fastclip.samples.batch_axis import Place, called, places
+from fastclip.samples.inputs import NESTED, Cuts, flatten, inside, is_list, take_rows, tensors_of
+from fastclip.samples.randomness import OF_TORCH, drawn_by, draws_alike, evenly
+from fastclip.samples.runs import Trail, is_of_one
 from fastclip.samples.seeding import seed_input
-from fastclip.samples.steps import is_of_one
-from fastclip.samples.taken import TakenRows
-from fastclip.samples.trail import Trail
+from fastclip.samples.state import generators_of, own_tensors, tables_of, undisturbed
+from fastclip.samples.subsets import TakenRows
 from fastclip.trace import attribution as at
+from fastclip.trace.findings import line_of
 from fastclip.trace.law import Law
 from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Memory, Shadow, key_of
 from fastclip.trace.tracer import Tracer, all_aside
-from fastclip.waiting import Work
 
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
+
+
+# -------------------------------------------------------------------------------------------------
+# Runs of which only the values count: autograd notes what was computed, and saves none of it.
+#
+# Grad mode stays what it is, for a model may ask for it. One that asks for gradients itself is
+# told that
+# nothing was saved, and runs once more as it is; so does one that fails, for transforms of
+# torch.func
+# refuse to run where nothing is saved.
+
+
+class _Unsaved(Exception):
+    """What is asked for was not saved."""
+
+
+class _Nothing:
+    """Keeps nothing of what autograd would save.
+
+    `asked` tells whether any of it was wanted: a model may catch the error.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def pack(self, x: Tensor) -> None:
+        pass
+
+    def unpack(self, nothing: None) -> Tensor:
+        self.asked = True
+        raise _Unsaved("no gradients here: nothing was saved for them")
+
+
+def unsaved(run: Callable[[], Any]) -> Any:
+    """What `run` gives; it starts anew, and as it is, where it fails or has asked for gradients."""
+    nothing = _Nothing()
+    with suppress(Exception), saved_tensors_hooks(nothing.pack, nothing.unpack):
+        out = run()
+        if not nothing.asked:
+            return out
+        del out
+    return run()
+
+
+# -------------------------------------------------------------------------------------------------
+# The refusal of a model whose samples are not independent.
+
+
+class Coupled(BatchSizeError):
+    """What one sample has somewhere follows from other rows."""
+
+    of = ""
+    """What it follows from."""
+
+
+OTHERS, HOW_MANY, NUMBER = "another sample's row", "the number of rows", "its number in the batch"
+"""What one sample must not depend on."""
+
+
+def coupled(where: str, cause: object = None, of: str = OTHERS, *, of_all: bool = False) -> Coupled:
+    """The refusal.
+
+    Args:
+        where: it shows. cause: the operation in which samples met, and its line, if that is known.
+        of: what it depends on. of_all: it is given one number of all samples.
+    """
+    hint = "; with a mean of losses, apply it to the rows' losses before the mean" if of_all else ""
+    if str(cause).startswith("_unique"):  # E(ids.unique())[inverse]
+        hint = "; look the ids up directly, not those of the batch made unique"
+    by = f" ({cause})" if cause is not None else ""
+    error = Coupled(
+        f"{where}: what one sample has there depends on {of}{by}, so no per-sample gradient exists; let "
+        f"every row of the batch be computed from itself alone{hint}"
+    )
+    error.of = of
+    return error
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 _LOOKING = Work("looks at the model")
 Shapes = dict[Hashable, list[tuple[int, ...]]]
@@ -533,3 +610,38 @@ class Runs(TakenRows):
             others = before.keys() - {"torch", OF_TORCH}
             probe.elsewhere = any(after[x] != before[x] for x in others)
         return out
+
+
+# -------------------------------------------------------------------------------------------------
+# Errors of others in what this package does beside a user's call: what failed, and where.
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether it is neither this package's own nor a want of memory."""
+    own = isinstance(error, FastclipError) or not isinstance(error, Exception)
+    return not own and not no_memory(error)
+
+
+def described(error: BaseException) -> str:
+    """What failed, and the user's line."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    line = line_of(frames[-1]) if frames else "unknown line"
+    return f"{type(error).__name__} at {line}: {error}"
+
+
+@contextmanager
+def of_samples(label: str) -> Iterator[None]:
+    """Gradients of samples are computed inside, of what is called so.
+
+    Raises:
+        UnsupportedLayerError: torch has no such gradients.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_foreign(error):
+            raise
+        raise UnsupportedLayerError(
+            f"{label}: the gradients of its samples cannot be computed ({described(error)}). Use dense "
+            "tensors and other functions there, or freeze the parameters"
+        ) from error

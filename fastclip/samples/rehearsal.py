@@ -3,7 +3,7 @@ they are proven to be independent, whatever the numbers are.
 
 The axis of a layer's input, or of what a use of a parameter gives, is read off what the tracer knows of
 it. A layer whose rows have no one place is opened: the uses of its parameters are followed one by one,
-and whose their rows are is read from gradients (fastclip.uses.routing). What follows from several
+and whose their rows are is read from gradients (fastclip.rules.routing). What follows from several
 samples is an error. Where Python reads numbers of the batch, a trace proves the way that was taken;
 there fastclip.samples.agreement compares values.
 """
@@ -21,22 +21,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fastclip.core.system import no_memory
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError
-from fastclip.memory import no_memory
-from fastclip.samples.agreement import hold_apart
-from fastclip.samples.carried import Kept
-from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, Coupled, coupled
-from fastclip.samples.inputs import Cuts, inside
+from fastclip.samples.agreement import Given, Kept, Matters, have_no_effect, hold_apart, unmasked
+from fastclip.samples.batch_axis import Place, called
+from fastclip.samples.inputs import Cuts, inside, is_list
 from fastclip.samples.layout import MANY, BatchLayout
-from fastclip.samples.outlets import outlets_of
-from fastclip.samples.place import Place, called
-from fastclip.samples.probe_state import stirred
-from fastclip.samples.probing import Followed, Opened, Probe, Runs, Shown
-from fastclip.samples.questions import Given, Matters, have_no_effect, unmasked
-from fastclip.samples.row_lists import is_list
-from fastclip.samples.taken import MOST_ROWS
-from fastclip.samples.trail import Trail
-from fastclip.samples.unsaved import unsaved
+from fastclip.samples.outputs import outlets_of
+from fastclip.samples.probing import (
+    HOW_MANY,
+    NUMBER,
+    OTHERS,
+    Coupled,
+    Followed,
+    Opened,
+    Probe,
+    Runs,
+    Shown,
+    coupled,
+    unsaved,
+)
+from fastclip.samples.runs import Trail
+from fastclip.samples.state import stirred
+from fastclip.samples.subsets import MOST_ROWS
 from fastclip.trace.memory import ORDER, Memory
 from fastclip.trace.numbers import Questions
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import flatten, inside, tensors_of
-from fastclip.samples.row_lists import is_list, is_rows
+from fastclip.samples.inputs import flatten, inside, is_list, is_rows, tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Read
 from fastclip.trace.memory import ORDER

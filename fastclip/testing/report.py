@@ -2,12 +2,94 @@
 
 from __future__ import annotations
 
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from opacus.validators.errors import UnsupportedModuleError
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip.testing.result import Check, table
+from fastclip.engine.privacy_engine import FastPrivacyEngine
+from fastclip.errors import CheckError, FastclipError
+from fastclip.ops.planner import Plan, Planner
+from fastclip.ops.random import set_aside
+
+# -------------------------------------------------------------------------------------------------
+# What every check returns: findings, a verdict, and a table for people.
+
+
+SMALL = 0.01
+"""Share of the whole below which an error is measured against the whole: rounding is of its size."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Base of the results; `print` one."""
+
+    findings: tuple[str, ...]
+    """What is wrong, one sentence each."""
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong, and nothing was refused."""
+        return not self.findings
+
+    def raise_if_wrong(self) -> None:
+        """For tests: raise with the whole report unless `ok`.
+
+        Raises:
+            CheckError: an AssertionError, too.
+        """
+        if not self.ok:
+            raise CheckError(str(self))
+
+    def _verdict(self) -> list[str]:
+        return ["ok"] if self.ok else ["wrong:", *(f"  - {finding}" for finding in self.findings)]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table with a rule under its header."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return [text[0], "  ".join("-" * width for width in widths), *text[1:]]
+
+
+def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """||found - expected|| over ||expected||, or over `least` where that is larger."""
+    expected = expected.detach().double()
+    scale = max(float(torch.linalg.vector_norm(expected)), least)
+    error = float(torch.linalg.vector_norm(found.detach().double() - expected))
+    return error / (scale or 1.0)
+
+
+def norm_distance(found: Tensor | None, norms: Tensor) -> float:
+    """The largest relative error of a sample's norm; one that is not finite expects the same."""
+    if found is None:
+        return 1.0 if bool(norms.any()) else 0.0
+    if found.shape != norms.shape:
+        return math.inf
+    found, finite = found.double().to(norms.device), torch.isfinite(norms)
+    if bool((torch.isfinite(found) != finite).any()):
+        return math.inf
+    if not bool(finite.any()):
+        return 0.0
+    scale = norms[finite].clamp(min=SMALL * float(norms[finite].max()))
+    errors = (found[finite] - norms[finite]).abs() / torch.where(scale > 0, scale, 1.0)
+    return float(errors.max())
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,3 +184,119 @@ class RuleCheck(Check):
         ]  # fmt: skip
         header = ("case", "type", "output", "input gradient", "norms", "clipped sums")
         return "\n".join([f"rule {self.rule}", *table(header, cells), *self._verdict()])
+
+
+# -------------------------------------------------------------------------------------------------
+# Runs that leave the generators of the process alone, and models without dropout.
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Everything inside draws from this seed; afterwards all generators are as they were."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    with (
+        set_aside(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda else []),
+    ):
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            torch.cuda.manual_seed_all(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.random.set_state(states[1])
+
+
+def without_dropout(model: nn.Module) -> int:
+    """Set the dropout rates of a model to 0: `p` of dropout layers, numbers named `*drop*`.
+
+    Returns:
+        How many were not 0.
+    """
+    found = 0
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            named = "drop" in name.lower() or (name == "p" and "Drop" in type(module).__name__)
+            if named and isinstance(value, float) and value:
+                setattr(module, name, 0.0)
+                found += 1
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# One private backward pass over a batch, as a training loop would make it.
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without Opacus' word on random numbers: nothing that a check computes is released."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Secure RNG turned off")
+        yield
+
+
+@dataclass(frozen=True)
+class PrivateRun:
+    """What one private backward pass has left."""
+
+    loss: float
+    norms: Tensor | None
+    """Of the samples' gradients, [b]; None where no sample has contributed."""
+    sums: dict[str, Tensor | None]
+    """Clipped sums by parameter; None for one that got none."""
+    leaked: tuple[str, ...]
+    """Parameters that got an ordinary gradient, which nobody has clipped."""
+    plan: Plan
+
+
+def private_run(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], samples: int, *, max_grad_norm: float,
+    batch_first: bool = True, loss_reduction: str = "mean", planner: Planner | None = None,
+) -> PrivateRun:  # fmt: skip
+    """Make the model private without noise, and differentiate one loss.
+
+    Args:
+        model: a copy to be used up.
+        loss: model -> the loss of the batch.
+        samples: of the batch. The rest: as for make_private.
+
+    Raises:
+        fastclip.errors.*: what the engine refuses.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = torch.zeros(max(samples, 1), 1, dtype=torch.float32, device="cpu")
+    with own_randomness(0), quietly():
+        engine = FastPrivacyEngine(planner=planner)
+        private, optimizer, _ = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(named.values(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(rows), batch_size=len(rows)), noise_multiplier=0.0,
+            max_grad_norm=max_grad_norm, poisson_sampling=False, batch_first=batch_first,
+            loss_reduction=loss_reduction,
+        )  # fmt: skip
+        value = loss(private)
+        value.backward()
+    return PrivateRun(
+        float(value.detach()),
+        optimizer.per_sample_norms,
+        {name: getattr(p, "summed_grad", None) for name, p in named.items()},
+        tuple(name for name, p in named.items() if p.grad is not None),
+        engine.plan(),
+    )
+
+
+def refusal_of(run: Callable[[], Any]) -> str | None:
+    """The sentence with which the engine refuses, or how it fails; None where it does neither."""
+    try:
+        run()
+    except (FastclipError, UnsupportedModuleError) as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}"
+    return None

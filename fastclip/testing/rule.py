@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.layers import find_rule
-from fastclip.planner import Planner
-from fastclip.testing.private_run import private_run, refusal_of
-from fastclip.testing.report import RuleCheck, RuleRow
-from fastclip.testing.result import SMALL, distance, norm_distance
+from fastclip.ops.planner import Planner
+from fastclip.rules import find_rule
+from fastclip.testing.report import (
+    SMALL,
+    RuleCheck,
+    RuleRow,
+    distance,
+    norm_distance,
+    private_run,
+    refusal_of,
+)
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _FEWEST = 3
@@ -67,7 +73,7 @@ def check_rule(
         >>> check_rule(MyScale(8), torch.randn(4, 5, 8)).raise_if_wrong()
 
     Args:
-        module: a layer of a class that has a rule (`fastclip.layers.register_rule`).
+        module: a layer of a class that has a rule (`fastclip.rules.register_rule`).
         x: its input, at least 3 different samples along axis 0.
         batch_first: False: samples lie along axis 1 of the input and the output.
         tolerances: relative, by type; the types are those that are tried.
@@ -90,7 +96,7 @@ def check_rule(
         raise ArgumentError(
             f"check_rule expects a layer that has a rule, but none is registered for "
             f"{type(module).__name__} as it is (its class, its parameters, its methods); write one "
-            "with @fastclip.layers.register_rule, or check the whole with check_model"
+            "with @fastclip.rules.register_rule, or check the whole with check_model"
         )
     rows, findings = [], []
     for dtype, tolerance in (tolerances or TOLERANCES).items():

@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip.clipping import Clipping, resolve
 from fastclip.clipping.contract import check_contract
-from fastclip.engine import FastPrivacyEngine
+from fastclip.engine.optimizer import STATE, FastDPOptimizer
+from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import FastclipError
-from fastclip.optim.optimizer import STATE, FastDPOptimizer
-from fastclip.testing.private_run import quietly
-from fastclip.testing.randomness import own_randomness
-from fastclip.testing.result import Check, table
+from fastclip.testing.report import Check, own_randomness, quietly, table
 
 _POINTS = 200_000
 _STEPS = 3

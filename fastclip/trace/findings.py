@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fastclip._torch import creation_number, current_node, current_task, number_of
+from fastclip.core.torch_names import creation_number, current_node, current_task, number_of
 from fastclip.errors import PER_SAMPLE
 
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]

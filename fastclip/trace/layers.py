@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import memory_of
+from fastclip.core.torch_names import memory_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS
 from fastclip.trace.law import changes_alongside

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastclip._torch import StorageWeakRef, memory_of, version_of
+from fastclip.core.torch_names import StorageWeakRef, memory_of, version_of
 from fastclip.trace.attribution import (
     KIND,
     NONE,

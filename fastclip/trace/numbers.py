@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import creation_number, current_node, current_task, number_of
+from fastclip.core.torch_names import creation_number, current_node, current_task, number_of
 from fastclip.trace.findings import Cause
 from fastclip.trace.memory import (
     LEARNED,

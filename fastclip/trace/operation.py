@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import overload_of, tree_leaves
+from fastclip.core.torch_names import overload_of, tree_leaves
 from fastclip.trace.attribution import Attribution, is_mixed
 from fastclip.trace.memory import Shadow
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastclip._torch import memory_of
+from fastclip.core.torch_names import memory_of
 from fastclip.trace import attribution as at
 from fastclip.trace.memory import (
     FOREIGN,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._dynamo import run_eagerly
-from fastclip._torch import (
+from fastclip.core.compiler import run_eagerly
+from fastclip.core.torch_names import (
     TorchDispatchMode,
     base_of,
     current_task,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastclip.accounting.write_ahead import WriteAheadLog
+from fastclip.accounting.ledger_file import WriteAheadLog
 
 
 def logged(path: Path) -> int:

@@ -15,8 +15,8 @@ from opacus.accountants import (
 )
 
 from fastclip import FastPrivacyEngine
-from fastclip._opacus import create_accountant
 from fastclip.accounting.ledger import keep_ledger
+from fastclip.core.opacus_names import create_accountant
 from fastclip.errors import ArgumentError
 from tests.refusal import refused
 

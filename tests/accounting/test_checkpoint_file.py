@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping
-from fastclip.accounting.checkpoint_file import FORMAT, KEY, read_checkpoint
+from fastclip.accounting.checkpoint import FORMAT, KEY, read_checkpoint
 from fastclip.errors import ArgumentError
 from tests.accounting.test_engine_ledger import history, start, walk
 from tests.strategies import PRESETS

@@ -20,7 +20,7 @@ from fastclip.accounting import (
     split,
 )
 from fastclip.accounting.__main__ import main
-from fastclip.accounting.truncation import encoded
+from fastclip.accounting.steps import encoded
 from fastclip.clipping.schedules import (
     ConstantNoise,
     ExponentialNoise,

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping
-from fastclip._opacus import HANDLES
 from fastclip.accounting.ledger import keep_ledger
+from fastclip.core.opacus_names import HANDLES
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.oracle import row_loss
 from tests.refusal import refused

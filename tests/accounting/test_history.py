@@ -12,7 +12,7 @@ from dp_accounting.rdp import RdpAccountant
 from opacus.accountants import PRVAccountant, RDPAccountant
 
 from fastclip.accounting import epsilon, history
-from fastclip.accounting.history import spent
+from fastclip.accounting.epsilon import spent
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule, StagedNoise, StepNoise
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.accounting.runs import SCHEDULES, STEPS, event, one_sentence

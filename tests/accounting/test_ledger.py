@@ -11,8 +11,8 @@ import random
 import pytest
 from opacus.accountants import IAccountant, RDPAccountant, create_accountant
 
-from fastclip._opacus import to_load
 from fastclip.accounting.ledger import keep_ledger
+from fastclip.core.opacus_names import to_load
 from tests.refusal import refused
 
 A, B = (1.0, 0.1), (2.0, 0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastclip.accounting import ledger_lines
+from fastclip.accounting import ledger_file
 from fastclip.errors import ArgumentError
 from tests.accounting.runs import one_sentence
 
@@ -17,14 +17,14 @@ Lines = list[bytes]
 
 def written(steps: int) -> Lines:
     """A file, line by line."""
-    lines = [ledger_lines.first_line()]
+    lines = [ledger_file.first_line()]
     for number in range(steps):
-        lines.append(ledger_lines.sealed({"step": number % 2}, ledger_lines.digest_of(lines[-1])))
+        lines.append(ledger_file.sealed({"step": number % 2}, ledger_file.digest_of(lines[-1])))
     return lines
 
 
 def steps(content: bytes) -> int:
-    return len(ledger_lines.read(content, "ledger").said)
+    return len(ledger_file.read(content, "ledger").said)
 
 
 OTHER = written(6)
@@ -74,7 +74,7 @@ def test_every_torn_end() -> None:
     lines = written(2)
     whole, before = b"".join(lines), len(b"".join(lines[:-1]))
     for length in range(len(whole) + 1):
-        found = ledger_lines.read(whole[:length], "ledger")
+        found = ledger_file.read(whole[:length], "ledger")
         complete = [n for n in range(1, 4) if length >= len(b"".join(lines[:n]))]
         open_ends = [n for n in (2, 3) if length == len(b"".join(lines[:n])) - 1]
         assert len(found.said) == max([*complete, *open_ends, 1]) - 1
@@ -87,11 +87,11 @@ def test_every_torn_end() -> None:
 
 def test_a_torn_first_line() -> None:
     """Only what may have become one: the rest is somebody else's."""
-    first = ledger_lines.first_line()
-    assert ledger_lines.read(first[:-9], "ledger").digest == b""
+    first = ledger_file.first_line()
+    assert ledger_file.read(first[:-9], "ledger").digest == b""
     for other in (b"fastclip ledger 2 xyz", b"fast ledger", first[:-1] + b"0", b"\0" * 9):
         with pytest.raises(ArgumentError, match="no ledger of this version"):
-            ledger_lines.read(other, "ledger")
+            ledger_file.read(other, "ledger")
 
 
 def test_two_files_have_two_chains(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastclip._opacus import create_accountant
 from fastclip.accounting import TruncatedPoisson
 from fastclip.accounting.ledger import keep_ledger
+from fastclip.core.opacus_names import create_accountant
 
 KINDS = [(1.0, 0.1), (2.0, 0.1), (1.0, TruncatedPoisson(0.1, 50, 8))]
 COMMON = settings(max_examples=200, deadline=None, derandomize=True, database=None)

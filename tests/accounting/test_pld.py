@@ -12,7 +12,6 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fastclip import FastPrivacyEngine
-from fastclip._opacus import create_accountant
 from fastclip.accounting import (
     PLDAccountant,
     TruncatedPoisson,
@@ -22,6 +21,7 @@ from fastclip.accounting import (
 )
 from fastclip.accounting.pld import rounding
 from fastclip.clipping.schedules import StepNoise
+from fastclip.core.opacus_names import create_accountant
 from fastclip.errors import ArgumentError
 from tests.accounting.runs import SCHEDULES, STEPS, event
 from tests.refusal import refused

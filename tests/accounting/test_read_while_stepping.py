@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opacus.accountants import RDPAccountant, create_accountant
 
-from fastclip.accounting.history import spent
+from fastclip.accounting.epsilon import spent
 from fastclip.accounting.ledger import keep_ledger
 
 STEP = {"noise_multiplier": 1.0, "sample_rate": 0.1}

@@ -17,7 +17,6 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy.stats import norm
 
 from fastclip import FastPrivacyEngine
-from fastclip._opacus import create_accountant
 from fastclip.accounting import (
     TruncatedPoisson,
     epsilon,
@@ -27,11 +26,11 @@ from fastclip.accounting import (
 )
 from fastclip.accounting.ledger import keep_ledger
 from fastclip.accounting.pld import loss_distribution
-from fastclip.accounting.trials import Poisson
+from fastclip.accounting.tuning import Poisson
 from fastclip.clipping.schedules import ConstantNoise, StepNoise
-from fastclip.data.design import TRUNCATED, SamplingDesign
+from fastclip.core.opacus_names import create_accountant
+from fastclip.data.design import TRUNCATED, Releases, SamplingDesign
 from fastclip.data.draws import Draws
-from fastclip.data.recorded import Releases
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.refusal import refused
 

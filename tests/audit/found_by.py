@@ -15,7 +15,7 @@ import pytest
 
 from fastclip.audit.mutants import MUTANTS
 
-RELEASED = "tests/noise/test_released.py"
+RELEASED = "tests/ops/noise/test_released.py"
 LAW = f"{RELEASED}::test_noise_is_what_is_stated"
 LONG = f"{RELEASED}::test_no_step_of_a_long_run_is_without_noise"
 RUNS = f"{RELEASED}::test_two_runs_have_nothing_in_common"
@@ -25,7 +25,7 @@ DRAWS = "tests/data/test_drawn_law.py::test_draws_are_those_that_are_recorded"
 LEVELS = "tests/clipping/test_noise_levels.py"
 PAPERS = "tests/clipping/test_papers.py::test_run_is_the_papers_loop"
 MOVED = "tests/test_properties.py::test_neighbouring_batches"
-MEAN = "tests/optim/test_optimizers.py::test_a_step_is_the_inner_one_of_the_clipped_mean[sgd]"
+MEAN = "tests/engine/optimizer/test_optimizers.py::test_a_step_is_the_inner_one_of_the_clipped_mean[sgd]"
 PUBLIC = (
     "tests/data/test_plan.py::test_public_rate_and_batch_size_do_not_depend_on_the_number_of_rows"
 )
@@ -63,7 +63,7 @@ FOUND_BY = {
     "clipped at 2 C": f"{MOVED}[0-linear]",
     "norm of one parameter": MEAN,
     "norms of tied uses added in squares":
-        "tests/layers/test_reuse.py::test_tied_linears[shape0-weight-dtype0]",
+        "tests/rules/layers/test_reuse.py::test_tied_linears[shape0-weight-dtype0]",
     "averaged before clipping": MEAN,
     "last row of a physical batch as it is":
         "tests/backward/test_step_traps.py::test_batch_memory_manager[3]",
@@ -83,7 +83,7 @@ FOUND_BY = {
     "every second step recorded": f"{DRAWS}[one rate]",
     "q recorded as q / 2": f"{DRAWS}[one rate]",
     "sigma recorded as 1.1 sigma": LAW,
-    "the stated epsilon is a tenth": "tests/test_engine.py::test_epsilon_is_opacus[gdp]",
+    "the stated epsilon is a tenth": "tests/engine/test_engine.py::test_epsilon_is_opacus[gdp]",
     "empty steps skipped": f"{LEVELS}::test_gradient_noise[dp_sgd]",
     "divided by the rows drawn": LAW,
     "B = int(N q)": f"{PUBLIC}[False-False]",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fastclip.audit import CanaryScoreAuditor, one_run
-from fastclip.audit.auditor import guessed, most_of_one_run, upper
+from fastclip.audit import CanaryScoreAuditor, bounds
+from fastclip.audit.bounds import guessed, most_of_one_run, upper
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 RUNS = 200
@@ -30,19 +30,19 @@ def written_out(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
 @pytest.mark.parametrize(("guesses", "right"), [(1, 1), (10, 10), (50, 41), (200, 120), (50, 0)])
 def test_the_p_value_of_one_run(guesses: int, right: int, delta: float) -> None:
     for epsilon in (0.0, 0.5, 2.0, 6.0):
-        ours = one_run.p_value(300, guesses, right, epsilon, delta)
+        ours = bounds.p_value(300, guesses, right, epsilon, delta)
         assert ours == pytest.approx(written_out(300, guesses, right, epsilon, delta), rel=1e-9)
 
 
 def test_all_guesses_right_without_delta() -> None:
     """(1 + e^-epsilon)^-r = significance has a solution in closed form."""
-    bound = one_run.epsilon_bound(100, 100, 100, 0.05, 0.0)
+    bound = bounds.epsilon_bound(100, 100, 100, 0.05, 0.0)
     assert bound == pytest.approx(-math.log(0.05 ** (-1 / 100) - 1), abs=1e-5)
 
 
 def test_no_bound_from_nothing() -> None:
-    assert one_run.epsilon_bound(100, 100, 50, 0.05, 1e-5) == 0
-    assert one_run.mu_bound(100, 100, 50, 0.05) == 0
+    assert bounds.epsilon_bound(100, 100, 50, 0.05, 1e-5) == 0
+    assert bounds.mu_bound(100, 100, 50, 0.05) == 0
     scores = np.random.default_rng(0).normal(size=(2, 500))
     auditor = CanaryScoreAuditor(*scores)
     for bound in (auditor.epsilon_one_run, auditor.epsilon_one_run_fdp, auditor.epsilon_from_gdp,
@@ -57,22 +57,22 @@ def test_the_shares_of_f_dp_written_out() -> None:
     h1 = max(h2, stats.norm.cdf(stats.norm.ppf(r2) - mu))
     r1 = r2 + 1 / 2 * (h1 - h2)
     h0 = max(h1, stats.norm.cdf(stats.norm.ppf(r1) - mu))
-    assert one_run.rules_out(canaries, 3, 2, mu, significance) == (r1 + h0 > 1)
-    assert one_run.rules_out(canaries, 3, 2, 0.0, 0.9)
-    assert not one_run.rules_out(canaries, 3, 2, 10.0, 0.9)
+    assert bounds.rules_out(canaries, 3, 2, mu, significance) == (r1 + h0 > 1)
+    assert bounds.rules_out(canaries, 3, 2, 0.0, 0.9)
+    assert not bounds.rules_out(canaries, 3, 2, 10.0, 0.9)
 
 
 @pytest.mark.parametrize(("mu", "delta"), [(1.0, 1e-5), (0.1, 1e-6), (5.0, 1e-3)])
 def test_epsilon_of_gaussian_dp(mu: float, delta: float) -> None:
-    epsilon = one_run.epsilon_of_gdp(mu, delta)
+    epsilon = bounds.epsilon_of_gdp(mu, delta)
     first, second = stats.norm.cdf([-epsilon / mu + mu / 2, -epsilon / mu - mu / 2])
     assert first - math.exp(epsilon) * second == pytest.approx(delta, rel=1e-6)
 
 
 def test_epsilon_of_gaussian_dp_at_its_ends() -> None:
-    assert one_run.epsilon_of_gdp(0.0, 1e-5) == 0
-    assert one_run.epsilon_of_gdp(1e-7, 1e-3) == 0
-    assert 1_900 < one_run.epsilon_of_gdp(60.0, 1e-5) < 2_100
+    assert bounds.epsilon_of_gdp(0.0, 1e-5) == 0
+    assert bounds.epsilon_of_gdp(1e-7, 1e-3) == 0
+    assert 1_900 < bounds.epsilon_of_gdp(60.0, 1e-5) < 2_100
 
 
 def test_upper_bounds_of_rates() -> None:
@@ -120,7 +120,7 @@ def test_a_bound_is_rarely_wrong(name: str) -> None:
     """
     rng = np.random.default_rng(5)
     mu, delta, wrong, found = 1.5, 1e-3, 0, []
-    epsilon = one_run.epsilon_of_gdp(mu, delta)
+    epsilon = bounds.epsilon_of_gdp(mu, delta)
     for _ in range(RUNS):
         inside = rng.random(400) < 0.5
         scores = rng.normal(size=400) + mu * inside
@@ -191,7 +191,7 @@ def test_the_most_is_of_all_guesses_right(count: int, delta: float) -> None:
     for top, bottom in plans:
         guesses = top + bottom
         found = [
-            one_run.epsilon_bound(count, guesses, right, 0.05 / len(plans), delta)
+            bounds.epsilon_bound(count, guesses, right, 0.05 / len(plans), delta)
             for right in range(guesses // 2, guesses + 1, max(1, guesses // 40))
         ]
         assert max(found) <= most + 1e-5

@@ -11,8 +11,8 @@ import torch
 from scipy import stats
 
 from fastclip.accounting import TruncatedPoisson
-from fastclip.audit import draws_law, noise_law
-from fastclip.audit.noise_law import of_repeats, of_squares, p_value, p_values, shared
+from fastclip.audit import laws
+from fastclip.audit.laws import of_repeats, of_squares, p_value, p_values_of_noise, shared
 
 SIZES = [4000, 4000, 100]
 
@@ -25,7 +25,9 @@ def rare(found: list[float]) -> bool:
 def test_p_values_of_noise_are_uniform_or_larger() -> None:
     """Each kind of look, and all of them, of 200 samples of the law."""
     rng = np.random.default_rng(0)
-    found = [p_values(torch.from_numpy(rng.normal(size=(3, 8100))), SIZES) for _ in range(200)]
+    found = [
+        p_values_of_noise(torch.from_numpy(rng.normal(size=(3, 8100))), SIZES) for _ in range(200)
+    ]
     assert len(found[0]) == 6
     for look in found[0]:
         assert rare([one[look] for one in found]), look
@@ -52,7 +54,7 @@ def test_p_values_of_draws_are_uniform_or_larger(kind: str) -> None:
     for _ in range(200):
         factors = 1 if weights is None else QUARTERS
         came = _cut(rng) if kind == "cut" else rng.random((10, 8000)) < 0.2 * factors
-        found.append(draws_law.p_values(torch.from_numpy(1.0 * came), rates, weights))
+        found.append(laws.p_values_of_draws(torch.from_numpy(1.0 * came), rates, weights))
     for look in found[0]:
         assert rare([one[look] for one in found]), look
 
@@ -61,8 +63,10 @@ def test_draws_of_several_rates_that_are_recorded_as_another() -> None:
     rng = np.random.default_rng(0)
     came = torch.from_numpy(1.0 * (rng.random((10, 8000)) < 0.2 * QUARTERS))
     weights = torch.from_numpy(QUARTERS)
-    assert shared(draws_law.p_values(came, [0.2 * QUARTERS.mean()] * 10, weights).values()) < 1e-6
-    assert shared(draws_law.p_values(came, [0.2] * 10).values()) < 1e-6
+    assert (
+        shared(laws.p_values_of_draws(came, [0.2 * QUARTERS.mean()] * 10, weights).values()) < 1e-6
+    )
+    assert shared(laws.p_values_of_draws(came, [0.2] * 10).values()) < 1e-6
 
 
 def test_draws_that_are_cut_in_another_way_than_is_recorded() -> None:
@@ -71,21 +75,21 @@ def test_draws_that_are_cut_in_another_way_than_is_recorded() -> None:
     ascending = np.cumsum(rng.random((10, 5000)) < 0.2, axis=1)
     first = np.diff(np.minimum(ascending, 500), axis=1, prepend=0)
     often = TruncatedPoisson(0.2, 5000, 900)
-    assert shared(draws_law.p_values(less, [often] * 10).values()) > 1e-3
+    assert shared(laws.p_values_of_draws(less, [often] * 10).values()) > 1e-3
     for draws, rate in (
         (less, 0.2), (cut, often), (less, CUT), (cut, TruncatedPoisson(0.2, 4000, 1000)),
         (cut, TruncatedPoisson(0.3, 5000, 1000)),
         (torch.from_numpy(1.0 * first), TruncatedPoisson(0.2, 5000, 500)),
     ):  # fmt: skip
-        assert shared(draws_law.p_values(draws, [rate] * 10).values()) < 1e-5, rate
+        assert shared(laws.p_values_of_draws(draws, [rate] * 10).values()) < 1e-5, rate
 
 
 def test_one_step_of_many_without_noise() -> None:
     rng = np.random.default_rng(0)
     noise = torch.from_numpy(rng.normal(size=(240, 2000)))
-    assert shared(p_values(noise, [1000, 1000]).values()) > 1e-3
+    assert shared(p_values_of_noise(noise, [1000, 1000]).values()) > 1e-3
     noise[200] = 0
-    assert p_values(noise, [1000, 1000])["entries"] < 1e-100
+    assert p_values_of_noise(noise, [1000, 1000])["entries"] < 1e-100
 
 
 def test_p_values_of_counts_and_of_two_runs() -> None:
@@ -134,7 +138,7 @@ BROKEN: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
 def test_noise_of_another_law(broken: str) -> None:
     rng = np.random.default_rng(0)
     noise = BROKEN[broken](rng.normal(size=(2, 100_200)), rng)
-    found = p_values(torch.from_numpy(noise), [50_000, 50_000, 200])
+    found = p_values_of_noise(torch.from_numpy(noise), [50_000, 50_000, 200])
     assert shared(found.values()) < 1e-6, found
 
 
@@ -164,22 +168,22 @@ DRAWN: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
 def test_draws_of_another_law(broken: str) -> None:
     rng = np.random.default_rng(0)
     came = 1.0 * DRAWN[broken](rng.random((10, 5000)) < 0.2, rng)
-    found = draws_law.p_values(torch.from_numpy(came), [0.2] * 10)
+    found = laws.p_values_of_draws(torch.from_numpy(came), [0.2] * 10)
     assert shared(found.values()) < 1e-6, found
 
 
 def test_rows_that_came_twice_units_in_parts_and_full_batches_with_a_gap() -> None:
     draws = torch.ones(1, 5000, dtype=torch.float64)
-    assert draws_law.p_values(draws, [1.0]) == {"whole": 1.0}
+    assert laws.p_values_of_draws(draws, [1.0]) == {"whole": 1.0}
     for share in (0.0, 0.5, 2.0):
         draws[0, 7] = share
-        assert draws_law.p_values(draws, [1.0]) == {"whole": 0.0}
+        assert laws.p_values_of_draws(draws, [1.0]) == {"whole": 0.0}
     drawn = (torch.rand(4, 5000) < 0.2).double()
     drawn[2, 7] = 1 / 3
-    assert draws_law.p_values(drawn, [0.2] * 4)["whole"] == 0
+    assert laws.p_values_of_draws(drawn, [0.2] * 4)["whole"] == 0
 
 
 def test_a_look_that_is_shared() -> None:
-    assert noise_law.shared([]) == 1
-    assert noise_law.shared([0.01, 0.5]) == 0.02
-    assert noise_law.copies([np.zeros(3), np.zeros(4)]) == 1
+    assert laws.shared([]) == 1
+    assert laws.shared([0.01, 0.5]) == 0.02
+    assert laws.copies([np.zeros(3), np.zeros(4)]) == 1

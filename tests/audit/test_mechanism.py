@@ -9,10 +9,8 @@ import torch
 from scipy import stats
 
 from fastclip.accounting import TruncatedPoisson
-from fastclip.audit import CanaryScoreAuditor, neighbours
-from fastclip.audit.attack import Attacked, Setting, attack
-from fastclip.audit.canaries import EVERY, Entries, Tables, loudness
-from fastclip.audit.claims import (
+from fastclip.audit import CanaryScoreAuditor, neighbors
+from fastclip.audit.bounds import (
     MESH,
     advantage,
     p_of_guesses,
@@ -21,12 +19,24 @@ from fastclip.audit.claims import (
     refuted_epsilon,
     tight_epsilon,
 )
-from fastclip.audit.mechanism import ALARM, FEWEST, MADE, audit, judge
+from fastclip.audit.laws import p_values_of_noise
+from fastclip.audit.mechanism import (
+    ALARM,
+    EVERY,
+    FEWEST,
+    MADE,
+    Attacked,
+    Entries,
+    Setting,
+    Tables,
+    attack,
+    audit,
+    judge,
+    loudness,
+)
 from fastclip.audit.mutants import MUTANTS
-from fastclip.audit.neighbours import audit_neighbours
-from fastclip.audit.noise_law import p_values
-from fastclip.audit.settings import NEIGHBOURS, SETTINGS
-from fastclip.engine import FastPrivacyEngine
+from fastclip.audit.neighbors import NEIGHBOURS, SETTINGS, audit_neighbours
+from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 FEW = 2500
 FULL = [(1.0, 1.0, 1)]
@@ -192,7 +202,7 @@ def test_settings_beyond_one_rate_and_one_threshold() -> None:
     for name in ("per layer", "groups, same step", "reweighted, same step"):
         found = attack(by_name[name], inside, 1e-5)
         assert found.reach == pytest.approx(1, abs=1e-5)
-        assert p_values(found.noise, found.sizes)["entries"] > 1e-4
+        assert p_values_of_noise(found.noise, found.sizes)["entries"] > 1e-4
 
 
 @pytest.mark.slow
@@ -212,7 +222,7 @@ def test_neighbours_are_not_told_apart(setting: object) -> None:
 
 def test_a_number_that_shows_the_row_in_half_of_the_fewest_runs_is_found() -> None:
     claimed, numbers = tight_epsilon([(24.0, 0.8, 8)], 1e-3), 35  # so many share the level
-    inside, outside = torch.arange(neighbours.FEWEST) % 2, torch.zeros(neighbours.FEWEST)
+    inside, outside = torch.arange(neighbors.FEWEST) % 2, torch.zeros(neighbors.FEWEST)
     for _ in range(20):
         auditor = CanaryScoreAuditor(inside, outside)
         assert auditor.epsilon_clopper_pearson(ALARM / MADE / numbers, 1e-3) > claimed
@@ -221,10 +231,10 @@ def test_a_number_that_shows_the_row_in_half_of_the_fewest_runs_is_found() -> No
 def test_the_batches_of_a_pass_are_counted() -> None:
     """Two rows, of which a pass has one step, but two where its steps follow the rows."""
     (mutant,) = (m for m in MUTANTS if m.name == "a pass of as many steps as rows")
-    released = neighbours.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
+    released = neighbors.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
     assert released["len(loader)"] == released["batches of a pass"] == 1
     with mutant.broken():
-        released = neighbours.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
+        released = neighbors.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
     assert released["len(loader)"] == released["batches of a pass"] == 2
 
 

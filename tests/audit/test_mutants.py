@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastclip.audit.attack import Setting, attack
+from fastclip.audit.mechanism import Setting, attack
 from fastclip.audit.mutants import MUTANTS, Mutant
 from tests.audit.found_by import FOUND_BY
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastclip.audit.mechanism import Setting
-from fastclip.audit.opacus_engine import SETTINGS, audit
+from fastclip.audit.mechanism import SETTINGS, Setting, audit_opacus
 
 
 @pytest.mark.one_in(2)
@@ -15,7 +14,7 @@ from fastclip.audit.opacus_engine import SETTINGS, audit
 )
 def test_its_claims(setting: Setting) -> None:
     torch.manual_seed(0)
-    found = audit(setting, canaries=2500)
+    found = audit_opacus(setting, canaries=2500)
     assert not found.refuted
     assert found.bound > 0.5 * found.tight
 
@@ -24,7 +23,7 @@ def test_its_claims(setting: Setting) -> None:
 def test_batches_in_the_loaders_order_are_not_drawn() -> None:
     """Every row is in one of five batches, and accounted as if it were drawn at q = 1/5."""
     torch.manual_seed(0)
-    found = audit(SETTINGS[-1], canaries=10_000)
+    found = audit_opacus(SETTINGS[-1], canaries=10_000)
     assert found.refuted
     assert found.tests["guesses"] < 1e-6
     assert found.tests["draws: sizes"] < 1e-6

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from fastclip.backward import bare, linear_stack
+from fastclip.backward import bare
 from fastclip.errors import FastclipError, GraphError
 from tests.backward import nodes
 from tests.backward.nodes import OF_ALL_MAKERS, C, private_paused, step
@@ -275,7 +275,7 @@ def test_sums_that_have_no_room_together(
     """One layer after the other, and as many as there is room for: the same to the bit."""
     found = []
     for room in (1 << 20, 8 * D * D, 1):
-        monkeypatch.setattr(linear_stack, "ROOM", room)
+        monkeypatch.setattr(bare, "ROOM", room)
         torch.manual_seed(0)
         model, x = Net(transposed).double(), rows(*between)
         options = {"clipping": "per_layer", "max_grad_norm": [C / 3] * 8} if per_layer else {}

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastclip.backward.batch_states import TABLE, Event, Refusal, State
-from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.logical_batch import TABLE, Event, LogicalBatch, Refusal, State
 from fastclip.errors import StepError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, GradScaler
-from fastclip.backward.loss_graph import running_roots
+from fastclip.backward.loss import running_roots
 from fastclip.errors import ArgumentError, GraphError
 from fastclip.losses import per_sample_cross_entropy
 from tests.networks import mlp, rows

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fastclip import _torch
+from fastclip.core import torch_names
 from tests.oracle import (
     assert_sums,
     clipped_sum,
@@ -105,7 +105,7 @@ def run(name: str, around: Around, inside: bool) -> None:
 
 
 known = pytest.mark.skipif(
-    _torch.saving_hooks.__name__ == "<lambda>", reason="this torch does not tell of such hooks"
+    torch_names.saving_hooks.__name__ == "<lambda>", reason="this torch does not tell of such hooks"
 )
 
 

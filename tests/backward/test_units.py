@@ -327,7 +327,7 @@ def test_rows_alone_know_nothing_of_units() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert "backward/backward_pass.py" in files.seen
-        assert ({"layers/units.py", "layers/unit_record.py"} & files.seen != set()) == units
+        assert ({"layers/units.py", "rules/records.py"} & files.seen != set()) == units
 
 
 def test_units_serve_one_pass() -> None:

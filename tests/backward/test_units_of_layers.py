@@ -16,9 +16,9 @@ from zlib import crc32
 import pytest
 import torch
 
-from tests.layers.test_sampled import samplers
 from tests.models.test_transformers import keep_float64
 from tests.oracle import check_exact
+from tests.rules.layers.test_sampled import samplers
 from tests.units import LAYOUTS
 
 FIXTURES = (samplers,)
@@ -51,7 +51,7 @@ def again(test: FunctionType) -> Callable:
     )
     copy.__module__, copy.__annotations__ = test.__module__, test.__annotations__
     copy.pytestmark = [*getattr(test, "pytestmark", [])]  # type: ignore[attr-defined]
-    return copy if test.__module__.startswith("tests.layers") else pytest.mark.slow(copy)
+    return copy if test.__module__.startswith("tests.rules.layers") else pytest.mark.slow(copy)
 
 
 TESTS = {name: test for module in MODULES for name, test in exact_tests(module).items()}

@@ -12,7 +12,7 @@ from torch import distributed
 
 from bench.distributed import on_paper, sent, table
 from bench.draw_distributed import draw_distributed
-from fastclip.parallel import shards
+from fastclip.distributed import shards
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 

@@ -306,7 +306,9 @@ def synthetic(cases: int) -> dict[str, Any]:
             del run["step_s"]
             run["error"] = "NotThisWay: StepError: " + "x" * 200
     ceiling = {"matmul_tflops": {"bfloat16": 1.0, "float32": "OutOfMemoryError"}, "copy_gbps": 1.0}
-    failures = [{"test": f"tests/kernels/test_x.py::test_{i}", "message": "far"} for i in range(30)]
+    failures = [
+        {"test": f"tests/ops/triton/test_x.py::test_{i}", "message": "far"} for i in range(30)
+    ]
     return {
         "card": "synthetic", "date": "2000-01-01", "problems": [], "nvcc": "0", "seconds": 1.0,
         "versions": {"torch": "0", "triton": "0"},

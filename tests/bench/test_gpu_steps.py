@@ -21,7 +21,7 @@ from bench.gpu_ways import NotThisWay, Turn, step_of
 from bench.kernels import tuning
 from bench.processes import MARK
 from bench.workloads import MODES
-from fastclip.captured import step as step_module
+from fastclip.engine import step as step_module
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import heapq
 import pytest
 
 from bench.kernels.waves import MODELS, Model, grouped, table, taken, work
-from fastclip.kernels.work import splits_of
+from fastclip.ops.triton.runtime import splits_of
 
 
 def steps_of_a_queue(tiles: int, steps: int, splits: int, cores: int, store: int) -> int:

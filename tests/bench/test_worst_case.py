@@ -22,8 +22,8 @@ from bench.worst_case.ratios import MEASURES, of_record
 from bench.worst_case.search import Search, exceeded, replayed
 from bench.worst_case.targets import TARGETS, Target
 from fastclip import ops
-from fastclip.layers.records import ConvRecord, KeptRecord, LinearRecord
-from fastclip.ops import bounds
+from fastclip.ops import grams
+from fastclip.rules.records import ConvRecord, KeptRecord, LinearRecord
 
 Patch = pytest.MonkeyPatch
 
@@ -86,7 +86,7 @@ def _other_order(patch: Patch) -> None:
 
 
 def _nothing_raised(patch: Patch) -> None:
-    patch.setattr(bounds.GramNorm, "raised", lambda self: self.total.clamp_min(0))
+    patch.setattr(grams.GramNorm, "raised", lambda self: self.total.clamp_min(0))
 
 
 def _large_sum(patch: Patch) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fastclip import GradScaler, clipping, ops
 from fastclip.clipping import Automatic, Clipping, PerLayer, Quantile
+from fastclip.ops.planner import Planner
 from fastclip.ops.units import UnitRows
-from fastclip.planner import Planner
 from tests.networks import mlp, rows
 from tests.oracle import (
     assert_sums,

@@ -20,8 +20,8 @@ from fastclip.clipping.codes import (
     step_numbers,
 )
 from fastclip.clipping.policy import LARGEST, SMALLEST
-from fastclip.ops.accumulate import TYPES
-from fastclip.ops.numerics import slack
+from fastclip.core.numerics import slack
+from fastclip.ops.clip import TYPES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastclip import ops
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.clipping import Clipping, Group, Quantile, Thresholds
-from fastclip.noise import SeededNoise
+from fastclip.ops.noise import SeededNoise
 from tests.strategies import COMBINATIONS, label
 
 LAYERS = 3

@@ -10,14 +10,13 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.state import BookKeeper
 from fastclip.clipping import dp_sgd
 from fastclip.data.draws import Draws
-from fastclip.data.loader import watch_draws
-from fastclip.data.sampling import draw_securely
-from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
-from fastclip.model.validation import check_module
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.data.loader import draw_securely, watch_draws
+from fastclip.engine.model import FastGradSampleHooks, FastGradSampleModule
+from fastclip.engine.optimizer import FastDPOptimizer
+from fastclip.engine.validation import check_module
 
 
 class Loader(DPDataLoader):

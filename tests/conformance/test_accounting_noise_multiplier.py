@@ -1,8 +1,8 @@
 """opacus.tests.accounting_noise_multiplier_test: what adaptive clipping records as spent."""
 
 from fastclip import FastPrivacyEngine
-from fastclip.optim.materialised import MaterialisedAdaptiveOptimizer
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.engine.opacus_modes.optimizers import MaterialisedAdaptiveOptimizer
+from fastclip.engine.optimizer import FastDPOptimizer
 from tests.conformance.engines import FastEngine
 from tests.conformance.substitution import FAST, OWN, cases, opacus_tests
 

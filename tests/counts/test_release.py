@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.accounting import epsilon
+from fastclip.accounting.ledger_file import WriteAheadLog
 from fastclip.accounting.numerical import gaussian_epsilon
-from fastclip.accounting.write_ahead import WriteAheadLog
 from fastclip.counts import (
     TRAINING_SET,
     CountQuery,
@@ -31,12 +31,12 @@ from fastclip.counts import (
     PublicData,
     accuracy_query,
 )
+from fastclip.counts.query import GRID
 from fastclip.counts.release import noise_of_counts
-from fastclip.counts.tally import GRID
 from fastclip.errors import StepError
-from fastclip.noise import SecureNoise
+from fastclip.ops.noise import SecureNoise
 from tests.counts.runs import APART, DELTA, SAME, accuracy, predictions, trained
-from tests.noise.test_forks import in_a_fork
+from tests.ops.noise.test_forks import in_a_fork
 from tests.refusal import refused
 
 ROUNDING = 1e-8

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from fastclip.counts import CountQuery, PublicData
-from fastclip.counts.query import MOST_PER_GROUP
-from fastclip.counts.tally import GRID, MOST, tally
+from fastclip.counts.query import GRID, MOST, MOST_PER_GROUP, tally
 from tests.refusal import refused
 
 PUBLIC = PublicData("demo")

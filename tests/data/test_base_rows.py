@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 
-from fastclip.data.base_rows import parts_of
+from fastclip.data.dataset import parts_of
 
 N = 12
 DATA = TensorDataset(torch.arange(float(N))[:, None])

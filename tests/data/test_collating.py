@@ -27,8 +27,8 @@ from torch.nn.utils.rnn import (
 from torch.utils.data import DataLoader, default_collate
 
 from fastclip import FastPrivacyEngine
-from fastclip._torch import tree_leaves
-from fastclip.data.collating import CheckedCollate, checked_collate
+from fastclip.core.torch_names import tree_leaves
+from fastclip.data.collate import CheckedCollate, checked_collate
 from fastclip.errors import BatchSizeError, FastclipError
 from tests.data.test_draws import until_the_end
 
@@ -631,7 +631,7 @@ def test_it_is_a_stand_in() -> None:
 def test_no_compiler_is_imported() -> None:
     """The first mode of a process could import torch._dynamo, seconds in every worker."""
     code = (
-        "import sys, torch; from fastclip.data.collating import CheckedCollate\n"
+        "import sys, torch; from fastclip.data.collate import CheckedCollate\n"
         "check = CheckedCollate(lambda rows: torch.stack(rows))\n"
         "check(list(torch.eye(3))); CheckedCollate(lambda rows: torch.tensor(rows))([1., 2.])\n"
         "sys.exit('torch._dynamo' in sys.modules)"

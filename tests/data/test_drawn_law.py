@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine
-from fastclip.audit.draws_law import p_values
-from fastclip.audit.noise_law import shared
+from fastclip.audit.laws import p_values_of_draws, shared
 
 ALPHA = 1e-6
 N, Q, STEPS = 8000, 0.25, 8
@@ -48,5 +47,5 @@ def test_draws_are_those_that_are_recorded(case: str) -> None:
             step += 1
     recorded = [rate for _, rate, steps in engine.accountant.history for _ in range(steps)]
     assert len(recorded) == STEPS
-    found = p_values(came, recorded, WEIGHTS if case == "several rates" else None)
+    found = p_values_of_draws(came, recorded, WEIGHTS if case == "several rates" else None)
     assert shared(found.values()) > ALPHA, found

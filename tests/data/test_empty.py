@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from fastclip import FastPrivacyEngine
-from fastclip.data.empty import EmptyBatches
+from fastclip.data.collate import EmptyBatches
 from fastclip.errors import ArgumentError
 from tests.opacus_runs import needs_16
 

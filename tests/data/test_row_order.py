@@ -15,7 +15,7 @@ from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from fastclip.data.row_order import check_row_order
+from fastclip.data.collate import check_row_order
 from fastclip.errors import ArgumentError
 from tests.refusal import refused
 

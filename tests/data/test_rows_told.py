@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastclip.data import rows_told
-from fastclip.data.rows_told import told_of
+from fastclip.data import dataset
+from fastclip.data.dataset import told_of
 
 TOKENS = [{"input_ids": [i, i + 1, i + 2], "label": i % 3} for i in range(40)]
 
@@ -42,8 +42,8 @@ class Held(Dataset):
 )
 def test_another_order(rows: list, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen also where only some of the rows are looked at."""
-    monkeypatch.setattr(rows_told, "_MOST", most)
-    monkeypatch.setattr(rows_told, "_BYTES", 64 * most)
+    monkeypatch.setattr(dataset, "_MOST", most)
+    monkeypatch.setattr(dataset, "_MOST_BYTES", 64 * most)
     moved = rows[1:] + rows[:1]
     assert told_of(rows) == told_of(list(rows))
     assert told_of(rows) != told_of(moved)

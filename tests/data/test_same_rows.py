@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fastclip.data.same_rows import SameRows
+from fastclip.data.dataset import SameRows
 from fastclip.errors import StepError
 from tests.networks import mlp
 from tests.oracle import make_private
@@ -167,7 +167,7 @@ def test_rows_that_are_where_they_were(name: str) -> None:
 
 
 def test_large_rows_by_some_of_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastclip.data.same_rows._BYTES", 64)
+    monkeypatch.setattr("fastclip.data.dataset._BYTES", 64)
     for rows in (values(), values().numpy()):
         dataset = Held(rows=rows)
         same = SameRows(dataset, UNIT)

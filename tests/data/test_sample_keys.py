@@ -19,7 +19,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from fastclip.data.sample_keys import Distinct
+from fastclip.data.dataset import Distinct
 from fastclip.errors import ArgumentError, BatchSizeError
 from tests.data.test_draws import N, Run, start
 from tests.data.test_samplers import Own

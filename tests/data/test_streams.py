@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from fastclip import FastPrivacyEngine
-from fastclip.data.streams import readers_of
+from fastclip.data.design import readers_of
 from fastclip.errors import BatchSizeError, StepError
 from tests.refusal import refused
 

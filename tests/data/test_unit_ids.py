@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from fastclip.data.unit_ids import unit_numbers
+from fastclip.data.units import unit_numbers
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.refusal import refused
 

@@ -18,7 +18,7 @@ from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.data.plan import Request, prepare
 from fastclip.data.units import cut_between_units
 from fastclip.errors import BatchSizeError, FastclipError, StepError
-from fastclip.integrations.physical import NumberedRows, SplitCollate
+from fastclip.integrations.trainer_run import NumberedRows, SplitCollate
 from fastclip.ops.units import UnitRows
 from tests.refusal import refused
 

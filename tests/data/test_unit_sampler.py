@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip.data.unit_sampler import UnitSampler
+from fastclip.data.loader import UnitSampler
 from tests.data.test_sampling import (
     ALPHA,
     assert_frequencies,

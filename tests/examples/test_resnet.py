@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from examples import resnet
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.engine.optimizer import FastDPOptimizer
 
 
 @pytest.fixture

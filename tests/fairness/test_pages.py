@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 
 from fastclip.errors import ArgumentError
 from fastclip.fairness import Page
-from fastclip.fairness.pages import NOTES
-from fastclip.fairness.pictures import Line, dots, lines
+from fastclip.fairness.report import NOTES, Line, dots, lines
 from tests.fairness.reading import CHROMIUM, Reader, check_page, widths
 
 HOSTILE = [

@@ -17,7 +17,7 @@ from fastclip import clipping
 from fastclip.accounting import TunedEpsilon
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.fairness import FairnessRecorder, fairness_report
-from fastclip.fairness.pages import NOTES
+from fastclip.fairness.report import NOTES
 from tests.fairness.reading import CHROMIUM, Reader, check_page, widths
 from tests.oracle import make_private
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from fastclip.engine import validation
 from fastclip.errors import ArgumentError
 from fastclip.integrations import bias_only, head_only
-from fastclip.model import factors
 from tests.integrations.adapters import batch, lora, peft
 from tests.integrations.tiny import CLASSES, bert, furthest, trainer, weights
 from tests.oracle import (
@@ -165,7 +165,7 @@ def test_loha_of_convolutions(effective: bool) -> None:
     model, x = convolution(effective), torch.randn(4, 3, 4, 4)
     layer = model.base_model.model[0]
     plain = model(x)
-    factors.write_out(layer)
+    validation.write_out(layer)
     torch.testing.assert_close(model(x), plain)
     check_exact(model, x, dtype=torch.float64)
 

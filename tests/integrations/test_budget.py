@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fastclip import FastPrivacyEngine, clipping, inspection
+from fastclip import FastPrivacyEngine, clipping
 from fastclip.accounting import find_noise_multiplier
+from fastclip.engine import run as inspection
 from tests.integrations import test_lightning as lightning
 from tests.integrations.test_spent import SAVING, STEPS, taken
 from tests.integrations.tiny import trainer

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastclip.integrations.row_losses import Checked
+from fastclip.integrations.trainer_loss import Checked
 from tests.integrations.tiny import bert, gpt2, hf, integration, pad, pad_tokens, rows, trainer
 from tests.refusal import refused
 
@@ -44,7 +44,7 @@ def test_a_row_must_stay_a_row(tmp_path: Path, collate) -> None:
 
 
 def test_the_placeholder_row_is_one_row() -> None:
-    from fastclip.integrations.physical import SplitCollate
+    from fastclip.integrations.trainer_run import SplitCollate
 
     with refused("returned 4 rows for 1 rows"):
         SplitCollate(four_chunks, rows(), 8)([])

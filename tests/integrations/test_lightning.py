@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine
-from fastclip.data import sampling
+from fastclip.data import loader as sampling
 from fastclip.data.plan import Request, prepare
 from fastclip.errors import ArgumentTypeError
 from tests.integrations.tiny import furthest, weights
@@ -20,7 +20,7 @@ from tests.refusal import refused
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 integration = pytest.importorskip("fastclip.integrations.lightning")
-lightning_ranks = pytest.importorskip("fastclip.integrations.lightning_ranks")
+lightning_ranks = pytest.importorskip("fastclip.integrations.lightning")
 pl = pytest.importorskip("lightning.pytorch")
 strategies = pytest.importorskip("lightning.pytorch.strategies")
 
@@ -302,7 +302,7 @@ def test_trainers_that_cannot_be_private(options: dict, way_out: str) -> None:
     ],
 )
 def test_strategies_that_are_not_followed(strategy, way_out: str) -> None:
-    """Those that are train in tests/parallel/test_lightning.py."""
+    """Those that are train in tests/distributed/test_lightning.py."""
     with refused(way_out):
         lightning_ranks.check_strategy(strategy())
 

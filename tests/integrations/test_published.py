@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastclip.integrations.arguments import check_still_private
+from fastclip.integrations.huggingface import check_still_private
 from tests.integrations.tiny import ROWS, hf, rows, trainer
 from tests.refusal import refused
 

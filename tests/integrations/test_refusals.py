@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip import clipping
-from fastclip.integrations.arguments import check_training_arguments
+from fastclip.integrations.huggingface import check_training_arguments
 from fastclip.losses import per_sample_cross_entropy
 from tests.integrations.tiny import (
     BATCH,

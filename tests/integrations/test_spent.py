@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastclip.integrations.arguments import check_still_private
-from fastclip.integrations.checkpoints import read_checkpoint
+from fastclip.integrations.huggingface import check_still_private
+from fastclip.integrations.trainer_run import read_checkpoint
 from tests.integrations.test_trainer import STEPS
 from tests.integrations.tiny import NOISE_SEED, bert, hf, pad, trainer
 from tests.refusal import refused

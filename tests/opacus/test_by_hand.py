@@ -15,15 +15,15 @@ from opacus.accountants import RDPAccountant
 from torch import Tensor, nn
 
 from fastclip import FastPrivacyEngine
+from fastclip.engine import by_hand as by_hand_module
+from fastclip.engine.by_hand import DPOptimizer
 from fastclip.errors import (
     ArgumentError,
     FastclipError,
     StepError,
     UnsupportedLayerError,
 )
-from fastclip.model import by_hand as by_hand_module
 from fastclip.opacus import GradSampleHooks, GradSampleModule, rest
-from fastclip.opacus.optimizers import DPOptimizer
 from tests.oracle import (
     assert_sums,
     backward,

@@ -51,7 +51,7 @@ fastclip.opacus.install()
 from opacus.grad_sample.grad_sample_module import GradSampleModule
 from opacus.optimizers.optimizer import DPOptimizer as Again
 assert issubclass(PrivacyEngine, fastclip.FastPrivacyEngine), PrivacyEngine
-assert DPOptimizer is Again is fastclip.opacus.optimizers.DPOptimizer
+assert DPOptimizer is Again is fastclip.engine.by_hand.DPOptimizer
 assert GradSampleModule is opacus.GradSampleModule is fastclip.opacus.GradSampleModule
 assert BatchMemoryManager is fastclip.BatchMemoryManager
 {TRAIN}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastclip import ops
-from fastclip.ops.numerics import slack
+from fastclip.core.numerics import slack
 from tests.oracle import make_private, summed
 
 C = 1.0

@@ -1,7 +1,7 @@
 """clip_accumulate against one sample at a time in float64, its bound, and Opacus.
 
 The contract holds for every implementation: here the reference; the kernels' host build and GPU
-build in tests/cuda.
+build in tests/ops/cuda.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastclip.clipping import Clipping, Hard, PerLayer
+from fastclip.core.numerics import accumulation_dtype, slack
 from fastclip.errors import ArgumentError
-from fastclip.ops.accumulate import clip_accumulate, hard_scales, room
-from fastclip.ops.numerics import accumulation_dtype, slack
+from fastclip.ops.clip import clip_accumulate, hard_scales, room
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NORM = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 2e-3, torch.bfloat16: 2e-3}

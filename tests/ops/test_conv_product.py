@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.ops import ConvGeometry, conv_gradients
+from fastclip.ops import ConvGeometry
+from fastclip.ops import conv as conv_gradients
 
 DTYPES = [torch.float32, torch.float64]
 MANY_WEIGHTS = {  # geometry, input's space

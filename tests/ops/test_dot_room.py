@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastclip.ops.bounds import dot_room
+from fastclip.ops.grams import dot_room
 
 
 @pytest.mark.parametrize("n", [64, 768, 3072, 16384])

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastclip import ops
-from fastclip.captured.frozen import surroundings
-from fastclip.ops import ConvGeometry, precision
+from fastclip.core import numerics
+from fastclip.core.numerics import full_float32, gpu_products, in_full_float32, user_allows_tf32
+from fastclip.engine.capture import surroundings
+from fastclip.ops import ConvGeometry
 from fastclip.ops.dispatch import use_backend
 from fastclip.ops.grams import gram_norm
-from fastclip.ops.precision import full_float32, gpu_products, in_full_float32, user_allows_tf32
 from tests.float32_flags import (
     NODES,
     SETTINGS,
@@ -47,10 +48,10 @@ def as_before() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = True
-    if precision._FINE:
+    if numerics._FINE:
         for node in NODES:
             if node not in (("cuda", "conv"), ("cuda", "rnn")):
-                precision._set(*node, "none")
+                numerics._set(*node, "none")
 
 
 class Spy(TorchDispatchMode):
@@ -69,7 +70,7 @@ class Spy(TorchDispatchMode):
                 files.add(frame.f_code.co_filename.replace("\\", "/"))
                 frame = frame.f_back  # type: ignore[assignment]
             ours = any(
-                "/fastclip/ops/" in f or f.endswith(("layers/record.py", "layers/records.py"))
+                "/fastclip/ops/" in f or f.endswith(("rules/records.py", "rules/records.py"))
                 for f in files
             )
             dtypes = [x.dtype for x in args if isinstance(x, Tensor)]
@@ -190,7 +191,7 @@ def test_flags_come_back(allow: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("allow", [SETTINGS[k] for k in ("defaults", "high", "medium")])
 def test_before_torch_2_9(allow: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_FINE", False)
+    monkeypatch.setattr(numerics, "_FINE", False)
     allow()
     before = flags()
     assert user_allows_tf32() is (before["products"] != "highest")
@@ -225,10 +226,10 @@ def test_threads() -> None:
 
 @fine
 def test_what_is_set_meanwhile_stays() -> None:
-    precision._set("generic", "all", "tf32")
+    numerics._set("generic", "all", "tf32")
     with full_float32():
-        precision._set("generic", "all", "bf16")
-    assert precision._get("generic", "all") == "bf16"
+        numerics._set("generic", "all", "bf16")
+    assert numerics._get("generic", "all") == "bf16"
 
 
 def test_whoever_comes_in_raises_what_was_set_meanwhile() -> None:
@@ -246,9 +247,9 @@ def test_whoever_comes_in_raises_what_was_set_meanwhile() -> None:
 def test_ctrl_c_leaves_nobody_inside(set_before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it falls, on the way in or out: flags are as they were, and raised when next needed."""
     # A tracer's falls before a lock's own exit, too, where no signal does: the lock is this test's.
-    monkeypatch.setattr(precision, "_FLAGS", type(precision._FLAGS)())
+    monkeypatch.setattr(numerics, "_FLAGS", type(numerics._FLAGS)())
     interrupted = 0
-    for ctrl_c in at_every_line("ops/precision.py"):
+    for ctrl_c in at_every_line("core/numerics.py"):
         torch.set_float32_matmul_precision(set_before)
         before = flags()
         try:
@@ -270,7 +271,7 @@ def test_a_fresh_process_keeps_its_defaults() -> None:
     """cuDNN's default yields to what is set above it later, which an explicit tf32 would not."""
     program = """
 import torch
-from fastclip.ops.precision import full_float32
+from fastclip.core.numerics import full_float32
 get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 def seen():
     found = []
@@ -291,7 +292,7 @@ assert seen() == before, (seen(), before)
 def test_kernels_ask_without_an_error(allow: Callable[[], None]) -> None:
     """allow_tf32 cannot be read where both kinds of flags were set."""
     pytest.importorskip("triton")
-    from fastclip.kernels.rounding import product_mode
+    from fastclip.ops.triton.tiles import product_mode
 
     allow()
     allowed = user_allows_tf32()
@@ -320,8 +321,8 @@ def test_norms_where_a_cpu_would_round(products: str) -> None:
     exact = torch.einsum("btp,btd->bpd", g.double(), a.double())
     exact_conv = ops.conv_per_sample_gradients(x.double(), y.double(), geometry)
     torch.set_float32_matmul_precision(products)
-    if precision._FINE:
-        precision._set("mkldnn", "conv", "tf32" if products == "high" else "bf16")
+    if numerics._FINE:
+        numerics._set("mkldnn", "conv", "tf32" if products == "high" else "bf16")
     for norm in (ops.ghost_norm(a, g), ops.instantiated_norm(a, g)):
         torch.testing.assert_close(norm.double(), exact.square().sum((1, 2)), rtol=2e-5, atol=0)
     for norm in (ops.conv_norm(x, y, geometry), ops.conv_ghost_norm(x, y, geometry)):

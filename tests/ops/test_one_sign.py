@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.clipping import Clipping
-from fastclip.layers.record import Record
-from fastclip.layers.records import ConvRecord, LinearRecord
 from fastclip.ops import ConvGeometry, clip_scale
-from fastclip.uses.records import RoutedRecord
+from fastclip.rules.contraction import RoutedRecord
+from fastclip.rules.records import ConvRecord, LinearRecord, Record
 
 SHAPES = [(62, 46, 3), (256, 2, 2), (1024, 2, 2), (1600, 3, 3), (512, 16, 16), (8, 3072, 3072),
           (8, 768, 3072), (2, 256, 256), (64, 1, 1), (16, 8192, 48)]  # fmt: skip

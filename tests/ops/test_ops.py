@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from fastclip import ops
-from fastclip.noise import NoiseSource, SecureNoise, SeededNoise
 from fastclip.ops import ConvGeometry
 from fastclip.ops.dispatch import use_backend
-from fastclip.planner import Planner
-from tests.noise.laws import assert_standard_normal
+from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
+from fastclip.ops.planner import Planner
+from tests.ops.noise.laws import assert_standard_normal
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 7, 5), (2, 7, 31, 3), (4, 33, 8, 65), (5, 130, 4, 4), (0, 3, 4, 5)]
 

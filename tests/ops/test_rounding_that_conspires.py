@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastclip.layers.records import LinearRecord
 from fastclip.ops import half_gram, routed_norm
+from fastclip.rules.records import LinearRecord
 
 
 def rows(values: Tensor, t: int, n: int) -> Tensor:

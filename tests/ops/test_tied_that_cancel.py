@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fastclip.clipping import Clipping
-from fastclip.layers import LinearRecord, LookupRecord, joint_record
 from fastclip.ops import clip_scale
-from fastclip.planner import Planner
+from fastclip.ops.planner import Planner
+from fastclip.rules import LinearRecord, LookupRecord, joint_record
 
 
 @pytest.mark.one_in(2)

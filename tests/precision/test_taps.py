@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastclip._dynamo import graphs_made
 from fastclip.backward import tapped
+from fastclip.core.compiler import graphs_made
 from fastclip.errors import BatchSizeError, FastclipError, GraphError, StepError
 from tests.oracle import (
     assert_sums,

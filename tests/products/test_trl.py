@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastclip.data.rows_told import told_of
+from fastclip.data.dataset import told_of
 from tests.page_blocks import blocks
 from tests.refusal import refused
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastclip.errors import BatchSizeError, FastclipError, GraphError, StepError
-from fastclip.layers.records import LinearRecord
+from fastclip.rules.records import LinearRecord
 from fastclip.samples.probing import Runs
 from tests.oracle import (
     Batch,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastclip.samples.even_draws import Even
+from fastclip.samples.randomness import Even
 
 ALIKE: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": torch.rand_like,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastclip.samples.folds import Folds
-from fastclip.samples.place import Place
+from fastclip.samples.batch_axis import Place
+from fastclip.samples.layout import Folds
 from tests.oracle import (
     TOLERANCE,
     Batch,

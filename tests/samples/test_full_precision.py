@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastclip.ops.precision import gpu_products
+from fastclip.core.numerics import gpu_products
 from tests.oracle import make_private, row_loss
 
 FULL = {"ieee", "none", "highest", "False"}

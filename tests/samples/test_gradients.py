@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastclip.samples import gradients as module
-from fastclip.samples.gradients import (
+from fastclip.samples import state as module
+from fastclip.samples.state import (
     ATTENTION_BACKWARD,
     RowByRow,
     attention_backward,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastclip import doctor
 from fastclip.backward import traced_step
 from fastclip.errors import BatchSizeError, FastclipError
-from fastclip.samples import paths
+from fastclip.samples import runs
 from tests.oracle import (
     assert_sums,
     backward,
@@ -23,7 +23,7 @@ from tests.oracle import (
     summed,
 )
 
-pytestmark = pytest.mark.skipif(not paths.FOLLOWS, reason="fastclip._path is not built")
+pytestmark = pytest.mark.skipif(not runs.FOLLOWS, reason="fastclip._path is not built")
 _path = pytest.importorskip("fastclip._path")
 B, T, D = 6, 5, 6
 Does = Callable[[Tensor], Tensor]
@@ -48,7 +48,7 @@ SAME_OPERATORS: dict[str, tuple[Does, Does]] = {
 
 
 def path_of(does: Callable[..., Any], *given: Tensor) -> Any:
-    following = paths.begin([*given])
+    following = runs.begin([*given])
     does(*given)
     return following.stop()
 
@@ -110,7 +110,7 @@ def test_what_the_engine_does_beside_is_no_part() -> None:
 
 
 def test_an_error_ends_it() -> None:
-    following = paths.begin([])
+    following = runs.begin([])
     with pytest.raises(RuntimeError):
         torch.ones(2) + torch.ones(3)
     assert following.stop().operators == 3
@@ -124,11 +124,11 @@ def test_where_operators_cannot_be_followed(where: str) -> None:
     x = torch.ones(2, requires_grad=True)
     if where == "in a profiler":
         with torch.profiler.profile():
-            found.append(paths.begin([]))
+            found.append(runs.begin([]))
     elif where == "in a transform":
-        torch.func.vmap(lambda x: (found.append(paths.begin([])), x)[1])(torch.ones(2))
+        torch.func.vmap(lambda x: (found.append(runs.begin([])), x)[1])(torch.ones(2))
     else:
-        x.register_hook(lambda g: found.append(paths.begin([])))
+        x.register_hook(lambda g: found.append(runs.begin([])))
         (2 * x).sum().backward()
     assert found == [None]
 
@@ -226,7 +226,7 @@ def test_what_only_larger_batches_show(does: Does) -> None:
 
 def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
     """Fewer where its sizes may be why: a loop over samples runs more operators for more of them."""
-    found, given = paths.Paths(), torch.zeros(B, D)
+    found, given = runs.Paths(), torch.zeros(B, D)
     found.note(path_of(torch.sum, given), [B, D], known=False)
     due = [k for k in range(1, 70) if found.next_due([B, D], turns=False)]
     assert due == [*range(1, 9), 16, 32, 64]
@@ -240,8 +240,8 @@ def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
 
 def test_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds its sizes, and a long training may go a new one in every step."""
-    monkeypatch.setattr(paths, "_KEPT", 3)
-    found, given = paths.Paths(), torch.zeros(B, D)
+    monkeypatch.setattr(runs, "_KEPT", 3)
+    found, given = runs.Paths(), torch.zeros(B, D)
     ways = [path_of(lambda h, k=k: h * torch.tensor([k] * D), given) for k in range(5)]
     for way in ways:
         found.note(way, [B, D], known=found.knows(way, [B, D]))
@@ -294,13 +294,13 @@ def test_a_loop_over_samples() -> None:
 
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ": noticed in every step (" in doctor.report(doctor.examine())
-    monkeypatch.setattr(paths, "FOLLOWS", False)
-    monkeypatch.setattr(paths, "WHY_NOT", "no compiler")
+    monkeypatch.setattr(runs, "FOLLOWS", False)
+    monkeypatch.setattr(runs, "WHY_NOT", "no compiler")
     assert "not noticed in every step: no compiler" in doctor.report(doctor.examine())
 
 
 def test_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "FOLLOWS", False)
+    monkeypatch.setattr(runs, "FOLLOWS", False)
     model, NOW[:] = Model().double(), [SAME_OPERATORS["mean"][0]]
     private, optimizer = make_private(model)[1:3]
     for _ in range(3):

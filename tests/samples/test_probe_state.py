@@ -16,7 +16,7 @@ from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from fastclip.samples.reentrant import applied_by
+from fastclip.samples.state import applied_by
 from tests.oracle import backward, check_exact, make_private, row_loss
 from tests.refusal import refused
 

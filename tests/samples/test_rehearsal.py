@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip.errors import FastclipError
-from fastclip.samples import paths
-from fastclip.samples.questions import unmasked
+from fastclip.samples import runs
+from fastclip.samples.agreement import unmasked
 from tests.oracle import (
     Batch,
     assert_sums,
@@ -314,7 +314,7 @@ def test_coupled(name: str) -> None:
         row_loss(private(torch.randn(12, T, D).double(), mask)).mean().backward()
 
 
-@pytest.mark.skipif(not paths.FOLLOWS, reason="fastclip._path is not built")
+@pytest.mark.skipif(not runs.FOLLOWS, reason="fastclip._path is not built")
 def test_a_special_sample_comes_later() -> None:
     """Both ways give the same of the first batch, and not of one that takes the other."""
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastclip.samples.stopped import _stopped
+from fastclip.samples.outputs import _stopped
 from tests.oracle import Batch, check_exact, make_private, row_loss, summed
 from tests.refusal import refused
 

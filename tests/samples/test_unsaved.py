@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastclip.samples.unsaved import unsaved
+from fastclip.samples.probing import unsaved
 from tests.oracle import check_exact, make_private
 from tests.refusal import refused
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip.layers import KeptRecord, LayerRule, register_rule
+from fastclip.rules import KeptRecord, LayerRule, register_rule
 
 FAULTS = (
     "output", "input gradient", "no input gradient", "one sample's gradient", "norm only", "sum only",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import tree_leaves
+from fastclip.core.torch_names import tree_leaves
 from fastclip.trace import attribution as at
 from fastclip.trace.memory import BY_VALUE, MOVED, POSITIONS, Shadow
 from fastclip.trace.operation import Operation

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastclip._torch import dispatch_modes
+from fastclip.core.torch_names import dispatch_modes
 
 
 @pytest.fixture(autouse=True)

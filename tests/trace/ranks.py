@@ -10,8 +10,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastclip.errors import GraphError
+from tests.distributed.training import BATCH, Rows, model, private, wrapped
 from tests.oracle import norms, per_sample_gradients, relative_error, row_loss
-from tests.parallel.training import BATCH, Rows, model, private, wrapped
 
 
 def verdicts(engine: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fastclip._torch import tree_leaves
-from fastclip.samples.questions import have_no_effect
-from fastclip.samples.trail import Trail
+from fastclip.core.torch_names import tree_leaves
+from fastclip.samples.agreement import have_no_effect
+from fastclip.samples.runs import Trail
 from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastclip import doctor
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.engine.optimizer import FastDPOptimizer
 
 SCRIPT = """
 import sys

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from fastclip._torch import dispatch_modes, place_beneath, take_away
+from fastclip.core.torch_names import dispatch_modes, place_beneath, take_away
 from fastclip.errors import GraphError
 from tests.trace.run import (
     BATCH,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from examples.custom_layer import Scale, ScaleRule
 from fastclip.errors import GraphError
-from fastclip.layers import register_rule
+from fastclip.rules import register_rule
 from tests.oracle import make_private, row_loss
 
 

@@ -13,7 +13,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip._torch import dispatch_modes
+from fastclip.core.torch_names import dispatch_modes
 from fastclip.errors import GraphError, ParameterLeakError
 from tests.oracle import assert_sums
 from tests.trace.run import (

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastclip.samples.place import Place
+from fastclip.samples.batch_axis import Place
 from fastclip.trace import attribution as at
 from fastclip.trace.memory import MOVED, ORDER, POSITIONS, Shadow
 from fastclip.trace.tracer import Tracer

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, GradScaler
 from fastclip.errors import GraphError
+from tests.distributed import world
 from tests.oracle import Batch, norms, per_sample_gradients, relative_error
-from tests.parallel import world
 
 CLASSES, D, ROWS, BATCH = 3, 6, 32, 8
 COUPLED = "mixes samples|number of the whole batch|number of several samples"

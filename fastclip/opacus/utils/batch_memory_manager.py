@@ -1,7 +1,7 @@
 """opacus.utils.batch_memory_manager."""
 
+from fastclip.engine.batch_memory import BatchMemoryManager, wrap_data_loader
 from fastclip.opacus.rest import rest_of
-from fastclip.optim.batch_memory import BatchMemoryManager, wrap_data_loader
 
 __all__ = ["BatchMemoryManager", "wrap_data_loader"]
 

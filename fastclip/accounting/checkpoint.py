@@ -1,0 +1,282 @@
+"""A run's checkpoint as a file: what is in it, whether it is whole, and that no code is in it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fastclip.core.system import write_whole
+from fastclip.distributed.checkpoints import Kept, as_alone, is_spread, model_of, optimizer_alone
+from fastclip.distributed.processes import bare, uncompiled
+from fastclip.distributed.shards import let_go
+from fastclip.errors import ArgumentError, ArgumentTypeError, say
+
+_ACCOUNTANT, _MODULE = "privacy_accountant_state_dict", "module_state_dict"
+_FOLDER = 0x10
+"""Among the attributes of an archive's entry, which no checksum is over."""
+KEY = "fastclip_checkpoint"
+FORMAT = 1
+"""Of the files that are written. 0, without a stamp: of fastclip before there was one, and Opacus'."""
+
+
+def stamp() -> dict[str, Any]:
+    """What a file says of itself."""
+    return {"format": FORMAT, "torch": str(torch.__version__)}
+
+
+def save_checkpoint(
+    ledger: Any, *, writes: bool, path: Any, module: nn.Module, optimizer: Any = None,
+    noise_scheduler: Any = None, grad_clip_scheduler: Any = None,
+    checkpoint_dict: Mapping[str, Any] | None = None,
+    module_state_dict_kwargs: Mapping[str, Any] | None = None,
+    torch_save_kwargs: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """`FastPrivacyEngine.save_checkpoint`; `writes`: this process writes what all ranks have."""
+    module = model_of(module)
+    model, options = as_alone(module), dict(module_state_dict_kwargs or {})
+    if is_spread(module):
+        model, options = Kept(model, writes, **options), {}
+        if optimizer is not None:
+            optimizer = Kept(optimizer_alone(optimizer), writes)
+    if not writes:
+        return
+    saved = {**(checkpoint_dict or {}), KEY: stamp(), _MODULE: model.state_dict(**options)}
+    saved[_ACCOUNTANT] = ledger.state_dict()
+    parts = {
+        "optimizer": optimizer, "noise_scheduler": noise_scheduler,
+        "grad_clip_scheduler": grad_clip_scheduler,
+    }  # fmt: skip
+    saved |= {f"{name}_state_dict": x.state_dict() for name, x in parts.items() if x is not None}
+
+    def write(file: Any) -> None:
+        begin = file.tell() if hasattr(file, "tell") else 0
+        torch.save(saved, file, **(torch_save_kwargs or {}))
+        check_loads(file, begin)
+
+    write_whole(path, write)
+
+
+def load_checkpoint(
+    ledger: Any, *, path: Any, module: nn.Module, optimizer: Any = None,
+    noise_scheduler: Any = None, grad_clip_scheduler: Any = None,
+    module_load_dict_kwargs: Mapping[str, Any] | None = None,
+    torch_load_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """`FastPrivacyEngine.load_checkpoint`: go on from a file of `save_checkpoint`, or Opacus'."""
+    saved = read_checkpoint(path, torch_load_kwargs or {})
+    if _ACCOUNTANT not in saved:
+        raise ArgumentError(
+            f"the checkpoint holds no {_ACCOUNTANT}, so what its run has spent is not known; load "
+            "one that engine.save_checkpoint wrote"
+        )
+    if _MODULE not in saved:
+        raise ArgumentError(
+            f"the checkpoint holds no {_MODULE}, and nothing was loaded; load one that "
+            "engine.save_checkpoint wrote"
+        )
+    # First: a module that fails halfway has got some of the weights.
+    ledger.load_state_dict(saved[_ACCOUNTANT])
+    as_alone(model_of(module)).load_state_dict(saved[_MODULE], **(module_load_dict_kwargs or {}))
+    state = saved.pop("optimizer_state_dict", {})
+    if optimizer is not None and state:
+        optimizer_alone(optimizer).load_state_dict(state)
+    elif optimizer is not None or state:
+        held, given = "a" if state else "no", "none" if optimizer is None else "one"
+        say(
+            f"the checkpoint holds {held} state of an optimizer and load_checkpoint got {given}: "
+            "momentum, thresholds and noise schedules go on from where they are"
+        )
+    schedulers = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
+    for name, scheduler in schedulers.items():
+        state = saved.pop(f"{name}_state_dict", {})
+        if scheduler is not None and state:
+            scheduler.load_state_dict(state)
+    return saved
+
+
+def check_loads(path: Any, begin: int = 0) -> None:
+    """Refuse a file, just written, that `read_checkpoint` would refuse; no tensor is read.
+
+    Args:
+        path: of a file, or an open one. begin: where it begins in an open one, which must be readable to
+            be looked at.
+
+    Raises:
+        ArgumentError: it holds other things than tensors and plain values; what was written into an
+            open file is taken back.
+    """
+    opened = hasattr(path, "read")
+    if opened and not (path.readable() and path.seekable()):
+        return
+    try:
+        if opened:
+            path.seek(begin)
+        torch.load(path, weights_only=True, map_location="meta")
+    except pickle.UnpicklingError as error:
+        if opened:
+            path.seek(begin)
+            path.truncate()
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ArgumentError(
+            "this checkpoint could not be loaded again "
+            f"({found.group(1) if found else _first_line(error)}): it holds other things than "
+            "tensors and plain values; leave them out of checkpoint_dict and of the states of "
+            "optimizer and module, or write them as plain values (vars(options), str(path))"
+        ) from error
+    if opened:
+        path.seek(0, 2)
+
+
+def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds, without its stamp; nothing in it is run, unless the caller trusts it.
+
+    Every byte is checked against the file's checksums first: torch.load does not, and a flipped bit of a
+    weight or of a ledger would go unseen.
+
+    Args:
+        path: of a file, or an open one. options: of torch.load, `weights_only=True` if not said.
+
+    Raises:
+        ArgumentError: the file is damaged, of a newer format, or holds other things than tensors and
+            plain values. OSError: it is not there or cannot be read.
+    """
+    name = getattr(path, "name", "the checkpoint") if hasattr(path, "read") else str(path)
+    _check_whole(path, name)
+    try:
+        saved = torch.load(path, **{"weights_only": True, **options})
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # It seeks before the begin of a file that lost its end.
+        raise _damaged(name, error) from error
+    except pickle.UnpicklingError as error:
+        raise ArgumentError(
+            f"{name} is damaged, or holds other things than tensors and plain values, which could run "
+            f"code ({_first_line(error)}); load another checkpoint, or, if you trust whoever wrote it, "
+            "pass torch_load_kwargs={'weights_only': False}"
+        ) from error
+    except Exception as error:
+        raise _damaged(name, error) from error
+    if not isinstance(saved, dict):
+        raise ArgumentError(
+            f"{name} holds a {type(saved).__name__}, not a checkpoint; load one that "
+            "engine.save_checkpoint wrote"
+        )
+    found = saved.pop(KEY, {"format": 0})
+    number = found.get("format") if isinstance(found, Mapping) else None
+    if type(number) is not int or number > FORMAT:
+        raise ArgumentError(
+            f"{name} is a checkpoint of format {number!r}, and this fastclip reads formats up to "
+            f"{FORMAT}: install the version that wrote it, or a newer one"
+        )
+    return saved
+
+
+def _check_whole(path: Any, name: str) -> None:
+    begin = path.tell() if hasattr(path, "read") else None
+    try:
+        if zipfile.is_zipfile(path):  # else torch.load says what is wrong
+            with zipfile.ZipFile(path) as archive:
+                for entry in archive.infolist():
+                    # torch's reader takes its bytes for none, and leaves the tensor as memory was
+                    if entry.external_attr & _FOLDER and not entry.filename.endswith("/"):
+                        raise ValueError(f"{entry.filename} says that it is a folder")
+                wrong = archive.testzip()
+            if wrong is not None:
+                raise ValueError(f"the checksum of {wrong} is wrong")
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _damaged(name, error) from error
+    finally:
+        if begin is not None:
+            path.seek(begin)
+
+
+def _damaged(name: str, error: Exception) -> ArgumentError:
+    return ArgumentError(
+        f"{name} is damaged ({_first_line(error)}); nothing was loaded: go on from another checkpoint, "
+        "and count the steps that were taken after it"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+# -------------------------------------------------------------------------------------------------
+# A private run as torch.distributed.checkpoint saves it: each rank writes what it holds.
+
+
+_MODEL, _OPTIMIZER, _RUN = "model", "optimizer", "run"
+
+
+class RunState(Stateful):
+    """Weights, the inner optimizer's state, thresholds, the step and the ledger.
+
+    Args:
+        ledger: of the run. module, optimizer: as make_private returned them.
+    """
+
+    def __init__(self, ledger: Any, module: nn.Module, optimizer: Any) -> None:
+        if not hasattr(optimizer, "keeper"):
+            raise ArgumentTypeError(
+                "optimizer expects what make_private returned in the fast mode, got "
+                f"{type(optimizer).__name__}"
+            )
+        model: Any = module._module if isinstance(module, AbstractGradSampleModule) else module
+        self._model, self._inner = bare(uncompiled(model)), optimizer.original_optimizer
+        self._ledger, self._keeper = ledger, optimizer.keeper
+
+    def state_dict(self) -> dict[str, Any]:
+        let_go(self._model)
+        run = io.BytesIO()
+        torch.save(
+            {
+                "ledger": self._ledger.state_dict(), "clipping": self._keeper.clipping.state_dict(),
+                KEY: stamp(),
+            },
+            run,
+        )  # fmt: skip
+        return {
+            _MODEL: get_model_state_dict(self._model),
+            _OPTIMIZER: get_optimizer_state_dict(self._model, self._inner),
+            _RUN: run.getvalue(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The ledger first: a model that fails halfway has got some of the weights.
+
+        Raises:
+            ArgumentError: what the run has spent is damaged or not there; nothing is loaded.
+        """
+        let_go(self._model)
+        saved = state_dict.get(_RUN)
+        run = read_checkpoint(io.BytesIO(saved), {}) if isinstance(saved, bytes) else {}
+        if not {"ledger", "clipping"} <= run.keys():
+            raise ArgumentError(
+                "the checkpoint holds no ledger, so what its run has spent is not known; load one that "
+                "was saved with engine.run_state"
+            )
+        self._ledger.load_state_dict(run["ledger"])
+        set_model_state_dict(self._model, state_dict[_MODEL])
+        set_optimizer_state_dict(self._model, self._inner, state_dict[_OPTIMIZER])
+        self._keeper.clipping.load_state_dict(run["clipping"], self._keeper.batch.fresh)

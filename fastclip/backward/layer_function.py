@@ -1,0 +1,222 @@
+"""The private autograd function, and what a rule's backward may see and do."""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fastclip.backward.python_nodes import uncast
+from fastclip.backward.state import Handle
+from fastclip.backward.traced_step import Seen
+from fastclip.core.autograd import differentiable_once, private_function, save, saved, taking_part
+from fastclip.errors import GraphError, where
+from fastclip.ops.units import UnitRows
+from fastclip.rules import Record
+from fastclip.rules.contribution import Contribution, FoldedRecord, LastCast
+from fastclip.rules.protocol import check_customised
+from fastclip.samples.batch_axis import Place
+from fastclip.samples.calls import Forward
+
+
+class Call:
+    """What a layer's call leaves for its backward, apart from tensors that autograd watches."""
+
+    def __init__(
+        self, handle: Handle, module: nn.Module, forward: Forward, place: Place, extra: Any,
+        parameters: dict[str, nn.Parameter],
+    ) -> None:  # fmt: skip
+        self.handle, self.module, self.forward = handle, module, forward
+        self.place, self.extra, self.parameters = place, extra, parameters
+        self.row_order = forward.row_order
+        self.paused = handle.keeper.paused
+        self.seen: Seen | None = None
+        """What the trace knows of the output."""
+
+    def samples_of(self, x: Tensor) -> Tensor | None:
+        """The sample of every entry of the input or output, as an attribution; None if unknown."""
+        order, place, batch = self.row_order, self.place, self.forward.batch_size
+        if order is not None:
+            return order[: x.shape[0]].cpu().view([-1] + [1] * (x.dim() - 1))
+        if batch is None:
+            batch = x.shape[place.axis] if place.plain else None
+        if batch is None or not place.fits(x, batch):
+            return None
+        found = place.owners(x.shape[place.axis], batch, torch.device("cpu"))
+        return found.view([-1 if d == place.axis else 1 for d in range(x.dim())])
+
+
+@private_function
+class PrivateLayer(Function):
+    """A layer whose backward returns the input's gradient only."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
+        rule = call.handle.rule
+        assert rule is not None
+        check_customised(call.module)
+        operand = x
+        if rule.multiplies:
+            call.forward.cast = call.forward.cast or LastCast()
+            operand = call.forward.cast.of(x)
+        call.handle.bypass = True
+        try:
+            out, operands = rule.forward(call.module, operand, call.extra)
+        finally:
+            call.handle.bypass = False
+        if type(operands) is not tuple or not _are_tensors(operands):
+            raise TypeError(
+                f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
+                f"but these are {_kinds(operands)}"
+            )
+        ctx.set_materialize_grads(False)
+        save(ctx, *operands)
+        ctx.call = call
+        ctx.dtype = x.dtype
+        if not call.paused:
+            call.seen = call.handle.keeper.trace.seen(out, x)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        nothing = (None,) * (2 + len(call.parameters))
+        if g is None:
+            return nothing
+        keeper, operands = call.handle.keeper, saved(ctx)  # which may run a checkpoint again
+        trace = keeper.trace
+        if keeper.paused or not trace.observing:
+            return (None, PrivateLayer._input_gradient(ctx, call, operands, g), *nothing[2:])
+        trace.arrived(call.handle.path, call.seen, g, call.samples_of)
+        with trace.aside():
+            grad_input = PrivateLayer._input_gradient(ctx, call, operands, g)
+        trace.passed_on(grad_input, g, call.seen, call.samples_of)
+        return (None, grad_input, *nothing[2:])
+
+    @staticmethod
+    def _input_gradient(ctx: Any, call: Call, operands: Any, g: Tensor) -> Tensor | None:
+        wanted = _wanted(ctx, call)
+        backward = LayerBackward(call, operands, g, ctx.needs_input_grad[1], wanted)
+        with uncast(g):
+            grad_input = backward.run()
+        if grad_input is not None and grad_input.dtype != ctx.dtype:
+            grad_input = grad_input.to(ctx.dtype)
+        return grad_input
+
+
+_USUAL = frozenset({Tensor, nn.Parameter, type(None)})
+
+
+def _are_tensors(saved: tuple) -> bool:
+    """Nothing but tensors, and None."""
+    if _USUAL.issuperset(map(type, saved)):
+        return True
+    return all(x is None or isinstance(x, Tensor) for x in saved)
+
+
+def _kinds(saved: Any) -> str:
+    kinds = [type(x).__name__ for x in saved] if isinstance(saved, (tuple, list)) else []
+    return f"a {type(saved).__name__}" + f" of {', '.join(kinds)}" * bool(kinds)
+
+
+def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
+    """The parameters whose contribution this backward pass wants, by name."""
+    keeper, parameters = call.handle.keeper, call.parameters
+    if call.paused or keeper.paused:
+        return {}
+    wanted = taking_part(ctx, parameters.values(), keeper.names)
+    found = dict(compress(parameters.items(), wanted))
+    keeper.check_hooks(found.values())
+    return found
+
+
+class LayerBackward(Contribution):
+    """What a rule's backward may see and do.
+
+    Attributes:
+        g: gradient of the layer's output. saved: what its forward saved. extra: the rest of the
+            call. module: the layer, with its current parameters. path: its path in the model.
+        needs_input_grad: whether the input's gradient must be returned.
+    """
+
+    def __init__(
+        self, call: Call, saved: tuple[Tensor | None, ...], g: Tensor, needs_input_grad: bool,
+        wanted: dict[str, nn.Parameter],
+    ) -> None:  # fmt: skip
+        handle = call.handle
+        keeper, rule = handle.keeper, handle.rule
+        assert rule is not None
+        super().__init__(
+            handle.path, rule.name, g, wanted, keeper.planner, keeper.plan_log, keeper.last_input
+        )
+        self._call, self._keeper, self._wanted = call, keeper, wanted
+        self.saved: tuple[Any, ...] = saved
+        self.needs_input_grad = needs_input_grad
+        self.module: Any = call.module
+        self.extra, self.path = call.extra, handle.path
+
+    def run(self) -> Tensor | None:
+        """The rule's backward: records contributions, returns the input's gradient if it is wanted."""
+        handle = self._call.handle
+        rule = handle.rule
+        assert rule is not None
+        if self._wanted:
+            self.admit()
+        handle.bypass = True
+        try:
+            grad_input = rule.backward(self)
+        finally:
+            handle.bypass = False
+        self.check_complete()
+        return grad_input
+
+    def samples(self, x: Tensor) -> Tensor:
+        """`x` with one row a sample, in the order of the batch, along axis 0."""
+        order, place = self._call.row_order, self._call.place
+        if order is None:
+            return x if place.plain and not place.axis else place.rows(x, self._batch(x))
+        batch = self._call.forward.batch_size or len(order)
+        rows = x.new_zeros(batch, *x.shape[1:])
+        return rows.index_copy_(0, order[: x.shape[0]], x)
+
+    def admit(self) -> None:
+        """Check that this contribution may enter the running pass."""
+        order, forward = self._call.row_order, self._call.forward
+        rows = self._batch(self.g) if order is None else (forward.batch_size or len(order))
+        self._keeper.admit(self.path, forward, rows)
+
+    def _batch(self, x: Tensor) -> int:
+        place, batch = self._call.place, self._call.forward.batch_size
+        if place.plain:
+            return x.shape[place.axis]
+        if batch is None:
+            raise GraphError(
+                f"{where(self.path, self._call.module)}: the model gives it several rows a sample, and "
+                "how many samples there are is not known in this call, of which no input has any; call "
+                "it by the model or one of its methods, with an input of one row a sample"
+            )
+        if not place.fits(x, batch):
+            raise GraphError(
+                f"{self.path}: a tensor of shape {list(x.shape)} cannot hold {batch} samples"
+            )
+        return batch
+
+    def _take(self, name: str, record: Record) -> None:
+        rule, place = self._call.handle.rule, self._call.place
+        assert rule is not None
+        if not place.plain and rule.axis(self.module) is not None:
+            record = FoldedRecord(record, place, self._batch(self.g))
+        self._keeper.record(self._wanted[name], record)
+
+    def _units(self) -> UnitRows | None:
+        return self._keeper.units
+
+    def _named(self) -> str:
+        return f"the rule {self._rule} of {where(self.path, self.module)}"
+
+    def _may_keep(self, name: str) -> bool:
+        return not self._keeper.shared(self._wanted[name])

@@ -1,0 +1,485 @@
+"""A loss must be what `loss_reduction` says, or what a sample contributes depends on the others.
+
+Under "mean" the engine multiplies each gradient by b, the number of rows of the physical batch; under
+"sum" it takes them as they are. A loss of the other kind leaves a factor b, or 1 / b, in every
+contribution. Each is still clipped to C, but b is data under Poisson sampling: one row more moves
+every contribution that is not clipped, by up to C together, and adds its own, for noise of C.
+
+What can be told is told before training from the criterion, and in every backward pass from the
+loss: where its last operation is one of torch's losses, its node in the graph knows its reduction.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Collection, Container, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from fastclip.core.autograd import Node, above_private, reached_without, takes_part
+from fastclip.core.torch_names import (
+    SAVED_REDUCTION,
+    SAVED_WEIGHT,
+    TARGET,
+    TOTAL_WEIGHT,
+    at_end_of_pass,
+    backward_calls,
+    current_node,
+    current_task,
+    node_type,
+    number_of,
+)
+from fastclip.errors import ArgumentError, GraphError, ParameterLeakError
+from fastclip.samples.calls import Forward
+from fastclip.samples.inputs import tensors_of
+
+# -------------------------------------------------------------------------------------------------
+# The graph of the loss whose backward pass is running, read from its top.
+#
+# A hook inside a backward pass sees gradients, and no edge of the graph leads upwards to the loss.
+# But
+# torch.autograd.backward waits for the pass to end, and what it was called with is noted. Nothing
+# here
+# looks at a value, so no device is waited for. Where the call cannot be told, nothing is known.
+
+
+class Roots(NamedTuple):
+    """What a backward pass began with."""
+
+    nodes: tuple[Node, ...]
+    seeded: bool
+    """Gradients were given, so the losses are not all of what is differentiated."""
+
+
+def running_losses() -> list[Tensor]:
+    """The losses of the running backward pass; empty if gradients were given for them, or they cannot be
+    identified.
+    """
+    call = backward_calls.running()
+    if call is None or call.seeded:
+        return []
+    return [loss for loss in call.losses if isinstance(loss, Tensor)]
+
+
+def running_roots() -> Roots | None:
+    """The nodes of the losses of the running backward pass; None where they cannot be told."""
+    call = backward_calls.running()
+    if call is None:
+        return None
+    nodes = (getattr(loss, "node", None) or getattr(loss, "grad_fn", None) for loss in call.losses)
+    return Roots(tuple(node for node in nodes if node is not None), call.seeded)
+
+
+def is_output(loss: Tensor, outputs: Collection[int]) -> bool:
+    """The loss is a sum or a mean of an output of the model itself, which no target contradicts."""
+    node = loss.grad_fn
+    while node is not None and number_of(node) not in outputs:
+        if node.name() not in ("SumBackward0", "MeanBackward0") or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
+
+
+# -------------------------------------------------------------------------------------------------
+# What the traced steps have found of a loss, watched in every later step.
+#
+# A mean over classes divides by the labels that count. The traced steps may have had none that is
+# ignored,
+# but constants of the model, as many for each sample (a sequence shifted by one position); from
+# the
+# first batch that has more, the mean joins samples.
+
+
+_MEAN = 1
+_IGNORED = (
+    "Your loss is a mean over the labels that count, and this batch has ignored ones, so samples are "
+    "not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
+)
+
+
+class LossGuard:
+    """Hears of backward passes before they begin.
+
+    Args:
+        concerns: whether a pass trains the private model: asked with its private nodes.
+        constants: of each mean, labels that do not count and are no sample's, for each sample. Means of
+            several kinds may have none.
+    """
+
+    def __init__(self, concerns: Callable[[object], bool], constants: Collection[int] = ()) -> None:
+        self.concerns = concerns
+        self.constants = max(constants) if len(constants) == 1 else 0
+        self._ignored: list[Tensor] = []
+        """How many labels do not count in each mean of the pass under way, []."""
+        backward_calls.add(self)
+
+    def ended(self, failed: bool) -> None:
+        """A backward pass is over."""
+
+    def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Look at the means over classes among what these losses are made of."""
+        self._ignored = []
+        private: list[object] = []
+        nodes = deque(x.grad_fn for x in losses if x.grad_fn is not None)
+        for node in above_private(nodes, private):
+            if not node.name().startswith("NllLoss") or getattr(node, SAVED_REDUCTION) != _MEAN:
+                continue
+            target: Tensor = getattr(node, TARGET)
+            if target.numel() >= 2:
+                self._ignored.append(target.numel() - getattr(node, TOTAL_WEIGHT))
+        if not any(map(self.concerns, private)):
+            self._ignored = []
+
+    def checked(self, norm_sq: Tensor, batch_size: int) -> Tensor:
+        """Squared norms of a pass over so many samples; on an accelerator NaN where its loss joins
+        samples, so that none contributes: no device is waited for.
+
+        Raises:
+            GraphError: a mean over classes leaves labels of samples out, so that it joins samples.
+        """
+        ignored, self._ignored = self._ignored, []
+        for count in ignored:
+            broken = count != batch_size * self.constants
+            if count.device.type != "cpu":
+                norm_sq = norm_sq.masked_fill(broken.to(norm_sq.device), torch.nan)
+            elif bool(broken):
+                raise GraphError(_IGNORED)
+        return norm_sq
+
+
+# -------------------------------------------------------------------------------------------------
+# The scale of a loss, and how the backward pass that it starts gets to know it.
+#
+# A scaled loss multiplies the gradient by its scale where the backward pass enters it, before it
+# reaches the model, and notes the scale under the id of the running pass. The book-keeper asks for
+# it
+# there: nothing has to be told twice, and a pass of an unscaled loss has scale 1. Notes are kept
+# by pass,
+# not by thread: the passes of CUDA devices run on threads of their own.
+#
+# One pass has one scale. A note that comes after the book-keeper has asked, a part of the loss
+# that
+# reaches the model past the scaled ones, and a loss that is scaled within a scaled one are
+# refused.
+
+
+_running: dict[int, float] = {}
+"""The scale of each backward pass under way, by its id."""
+
+_WAY_OUT = "add the losses, and scale the sum once: scaler.scale(a + b).backward()"
+
+
+class ScaledLoss(Function):
+    """loss * scale, in float32 at least, whose backward pass knows its scale."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        _set_scale(ctx.scale)
+        _check_scaled_once(ctx)
+        return (gradient * ctx.scale).to(ctx.dtype), None
+
+
+def is_scaled(node: Node) -> bool:
+    """Whether a node of the graph is that of a scaled loss."""
+    return type(node) is node_type(ScaledLoss)
+
+
+def running_scale() -> float:
+    """The scale of the loss whose backward pass has reached a model's output; 1 where it has none.
+
+    Raises:
+        GraphError: where a part of the loss reaches this output without the scale.
+    """
+    scale = _running.get(current_task())
+    if scale is None:
+        _set_scale(1.0)
+        return 1.0
+    roots = running_roots()
+    if scale != 1.0 and roots is not None:
+        unscaled, _ = reached_without(roots.nodes, is_scaled)
+        if current_node() in unscaled:
+            raise GraphError(
+                f"a part of the loss reached the private model without the scale {scale} of the rest, "
+                f"so its gradients have no one unit: {_WAY_OUT}"
+            )
+    return scale
+
+
+def _set_scale(scale: float) -> None:
+    task = current_task()
+    if task not in _running:
+        at_end_of_pass(partial(_forget, task))
+    if _running.setdefault(task, scale) != scale:
+        raise GraphError(
+            f"one backward pass holds losses of the scales {_running.pop(task)} and {scale}, so its "
+            f"gradients have no one unit: {_WAY_OUT}"
+        )
+
+
+def _check_scaled_once(node: Node) -> None:
+    roots = running_roots()
+    if roots is None or node in roots.nodes:
+        return
+    _, outermost = reached_without(roots.nodes, is_scaled)
+    if node not in outermost:
+        raise GraphError(
+            "a loss that is scaled already is part of one that was scaled again, so its gradients "
+            f"have no one unit: {_WAY_OUT}"
+        )
+
+
+def _forget(task: int) -> None:
+    _running.pop(task, None)
+
+
+# -------------------------------------------------------------------------------------------------
+# What is trained beside the private model: its gradient comes of the same rows, and nobody clips
+# it.
+#
+# A criterion with weights of its own (centres of classes, a temperature), or a part in front of
+# the
+# private model, is trained by another optimizer on gradients that are neither clipped nor noised.
+# They
+# are no parameters of the model, so no hook of ours is on them; the graph of the loss tells.
+
+
+OUTSIDE = (
+    "make one module of it and the model and give that to make_private, freeze it "
+    "(requires_grad_(False)), detach what is computed of it, or give its own loss its own backward(); "
+    "where this loss trains only that (a GAN's generator, through its discriminator), wrap the whole "
+    "pass in `with engine.paused():`"
+)
+
+
+class Outside:
+    """Looks, as a backward pass opens, for leaves that may be trained and are not the private model's.
+
+    It is a gradient that is refused: a leaf that only makes a checkpoint run gets none.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Outside:
+        return Outside()
+
+    def __reduce__(self) -> Any:
+        return Outside, ()
+
+    def check(self, forward: Forward, *known: Container[nn.Parameter]) -> None:
+        """Let no gradient come to anything else in the pass that has begun.
+
+        Args:
+            forward: the call whose output the gradient has reached.
+            known: parameters that are guarded by hooks of their own.
+
+        Raises:
+            ParameterLeakError: one has come already; later ones raise it as they come.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        roots = running_roots()
+        nodes = deque([] if roots is None else roots.nodes)
+        if forward.inputs is not None:
+            inputs = (x for x in tensors_of(forward.inputs) if x.requires_grad)
+            nodes.extend(get_gradient_edge(x).node for x in inputs)
+        for node in above_private(nodes):
+            leaf = getattr(node, "variable", None)
+            if leaf is None or any(leaf in some for some in known):
+                continue
+            if _is_trained(leaf, forward.batch_size) and takes_part(node):
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+                what = f"a {kind} of shape {list(leaf.shape)}"
+                refuse = partial(_refuse, what, current_task())
+                refuse(leaf.grad)  # what lies between the model and the loss has had its turn
+                self._handles.append(leaf.register_hook(refuse))
+
+
+def _refuse(what: str, task: int, gradient: Tensor | None) -> None:
+    if gradient is not None and current_task() == task:  # else the pass has failed long ago
+        raise ParameterLeakError(
+            f"{what} outside the private model is trained by this loss, on a gradient that is neither "
+            f"clipped nor noised: {OUTSIDE}"
+        )
+
+
+def _is_trained(leaf: Tensor, rows: int | None) -> bool:
+    """A tensor with an entry for each row is a batch, whose gradient is its rows' own; values that
+    are computed from private parameters have a guard of their own."""
+    if isinstance(leaf, nn.Parameter):
+        return True
+    return type(leaf) is Tensor and rows is not None and rows not in leaf.shape
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+_REDUCTIONS = ("none", "mean", "sum")
+"""In the order of torch's numbers for them."""
+_OF_ROWS = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+_WHOLE = {"MeanBackward0": "mean", "SumBackward0": "sum"}
+_SAME = (
+    "ToCopyBackward0",
+    "CloneBackward0",
+    "AliasBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+)
+_DIVIDES_BY_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.NLLLoss2d)
+
+_COUPLED = (
+    "divides by the weights of the batch, so each sample's gradient depends on the others and the "
+    "guarantee does not hold; use fastclip.losses.per_sample_cross_entropy(..., weight=...).mean()"
+)
+
+
+def _contradiction(what: str, found: str, expected: str) -> str:
+    return (
+        f"{what} is a {found} over the batch, but loss_reduction={expected!r}: every contribution "
+        f"{'grows' if expected == 'mean' else 'shrinks'} with the number of rows drawn, which is "
+        "data, so that one row moves their sum by up to 2 C where the noise is for C, and the "
+        f"guarantee does not hold; pass loss_reduction={found!r}, or take the {expected}"
+    )
+
+
+def check_criterion(criterion: Any, loss_reduction: str, model: nn.Module) -> None:
+    """Refuse a criterion whose reduction contradicts `loss_reduction`, or that is trained itself.
+
+    Args:
+        criterion: a module or a function (functools.partial included); one whose reduction cannot
+            be told is accepted.
+        model: whose parameters it may hold.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    if isinstance(criterion, nn.Module) and isinstance(model, nn.Module):
+        of_model = set(model.parameters())
+        own = [n for n, p in criterion.named_parameters() if p.requires_grad and p not in of_model]
+        if own:
+            raise ArgumentError(
+                f"criterion {type(criterion).__name__} trains parameters of its own ({', '.join(own)}), "
+                f"on gradients that are neither clipped nor noised: {OUTSIDE}"
+            )
+    reduction = _reduction(criterion)
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    if reduction == "none":
+        raise ArgumentError(
+            f"criterion {name} has reduction='none', but loss_reduction={loss_reduction!r} speaks of "
+            f"a {loss_reduction} over the batch: pass one with reduction={loss_reduction!r}, or omit "
+            f"criterion and call .{loss_reduction}() on its losses"
+        )
+    found = _OF_ROWS.get(reduction or "")
+    if found is not None and found != loss_reduction:
+        raise ArgumentError(_contradiction(f"criterion {name}", found, loss_reduction))
+
+
+def check_coupling(criterion: Any) -> None:
+    """Refuse a criterion that divides by the weights of the batch's rows.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    weighted = isinstance(criterion, _DIVIDES_BY_WEIGHTS) and criterion.weight is not None
+    if weighted and criterion.reduction == "mean":
+        name = type(criterion).__name__
+        raise ArgumentError(f"criterion {name}(weight=...) with a mean {_COUPLED}")
+
+
+def _reduction(criterion: Any) -> str | None:
+    """What the criterion says of itself; None where it says nothing."""
+    value = getattr(criterion, "reduction", None)
+    if value is None and not isinstance(criterion, nn.Module) and callable(criterion):
+        try:
+            value = inspect.signature(criterion).parameters["reduction"].default
+        except (KeyError, TypeError, ValueError):  # it takes none, or has no signature
+            return None
+    return value if isinstance(value, str) else None
+
+
+class SeenLoss(NamedTuple):
+    """What the graph of a loss tells."""
+
+    name: str
+    reduction: str
+    weighted: bool
+
+
+def running_loss() -> SeenLoss | None:
+    """What can be told of the loss whose backward pass is running; None for most losses.
+
+    A loss that is multiplied, divided or added to after its reduction may be anything.
+    """
+    roots = running_roots()
+    if roots is None or roots.seeded or len(roots.nodes) != 1:
+        return None
+    (node,), whole = roots.nodes, None
+    while node is not None:
+        name = node.name()
+        saved = getattr(node, SAVED_REDUCTION, None)
+        if saved is not None and saved < len(_REDUCTIONS):
+            own = _REDUCTIONS[saved]
+            if own == "none" and whole is not None:
+                return SeenLoss(name, whole, False)
+            if own != "none" and whole is None:
+                return SeenLoss(name, own, own == "mean" and _weighted(node))
+            return None
+        if name in _WHOLE and whole is None:
+            whole = _WHOLE[name]
+        elif name not in _SAME and not is_scaled(node):
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _weighted(node: Node) -> bool:
+    """Whether a mean over classes divides by their weights."""
+    if not node.name().startswith("NllLoss"):
+        return False
+    try:
+        return getattr(node, SAVED_WEIGHT) is not None
+    except RuntimeError:  # there was one, and the pass has freed it
+        return True
+
+
+def check_begun() -> None:
+    """Refuse a pass whose loss nobody has seen, so that nothing of it could be checked.
+
+    Raises:
+        GraphError: with the way out.
+    """
+    if backward_calls.none_runs:
+        raise GraphError(
+            "the backward pass was not begun by torch.autograd.backward as it is while a private model "
+            "lives, so its loss cannot be checked: call loss.backward(), or torch.autograd.backward by "
+            "that name, instead of a function imported from there or replaced since"
+        )
+
+
+def check_loss(loss: SeenLoss | None, loss_reduction: str, batch_size: int) -> None:
+    """Refuse a loss that contradicts `loss_reduction`, or that couples rows.
+
+    Raises:
+        GraphError: with the way out. Of one row, a sum and a mean are the same.
+    """
+    if loss is None or batch_size < 2:
+        return
+    if loss.reduction != loss_reduction:
+        raise GraphError(_contradiction(f"the loss ({loss.name})", loss.reduction, loss_reduction))
+    if loss.weighted:
+        raise GraphError(
+            f"the loss ({loss.name} with weights of the classes) is a mean that {_COUPLED}"
+        )

@@ -1,1 +1,0 @@
-"""Modules of csrc/ that fit one torch alone, compiled where fastclip runs: once, in the background."""

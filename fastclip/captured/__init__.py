@@ -1,1 +1,0 @@
-"""Passes that are captured once and replayed: `engine.make_step`."""

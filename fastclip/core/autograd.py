@@ -1,0 +1,214 @@
+"""Private functions in torch's graph: who takes part in a backward pass, and that it is the only one;
+what they save for it; and the nodes of a graph.
+
+They can be differentiated once; a second derivative is refused with a sentence of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fastclip.core.torch_names import (
+    RECOMPUTATION,
+    StorageWeakRef,
+    memory_of,
+    node_type,
+    saving_hooks,
+    will_run,
+)
+from fastclip.errors import GraphError
+
+Node = Any
+"""A node of autograd's graph."""
+
+
+_PRIVATE: set[type] = set()
+
+
+def private_function(function: type[Function]) -> type[Function]:
+    """Class decorator of a function of the private model: `is_private` knows its nodes."""
+    _PRIVATE.add(node_type(function))
+    return function
+
+
+def is_private(node: Node) -> bool:
+    """Whether a node of the graph is a private layer's, or use's."""
+    return type(node) in _PRIVATE or is_of_cpp(node)
+
+
+def is_of_cpp(node: Node) -> bool:
+    """Whether a node is one of csrc/step."""
+    return "fastclip::" in node.name()
+
+
+def above_private(nodes: deque[Node], private: list[Node] | None = None) -> Iterator[Node]:
+    """The nodes that are reached without going through a private layer's or use's, nearest ones first.
+
+    Args:
+        nodes: to begin with; it is used up. private: takes the private nodes that stopped the walk.
+    """
+    seen: set[Node] = set()
+    while nodes:
+        node = nodes.popleft()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_private(node):
+            if private is not None:
+                private.append(node)
+            continue
+        yield node
+        nodes.extend(below for below, _ in node.next_functions if below is not None)
+
+
+def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Decorator of the backward of a private function, in place of torch's `once_differentiable`.
+
+    Under create_graph=True the gradients are the same numbers; to differentiate them raises
+    GraphError.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *gradients: Tensor | None) -> tuple:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            outputs = backward(ctx, *gradients)
+        return tuple(out if out is None else refusing(out, *gradients) for out in outputs)
+
+    return wrapper
+
+
+def refusing(x: Tensor, *gradients: Tensor | None) -> Tensor:
+    """`x`, computed of these, with no derivative.
+
+    Tied to what came in, so that the refusal lies between it and the model's inputs, and to a leaf, for
+    gradients that do not depend on the output but on the weights alone.
+    """
+    with torch.enable_grad():
+        return _Refusal.apply(x.detach().requires_grad_(), *gradients)
+
+
+def unopened(layer: str) -> GraphError:
+    """A backward pass reached a layer, and nothing says where it began."""
+    return GraphError(
+        f"the backward pass reached {layer} without passing through the output of the private model; "
+        "compute the loss from what the model's own forward returns, in one backward pass, or wrap "
+        "passes that must not train in engine.paused()"
+    )
+
+
+class _Refusal(Function):
+    """Its first argument, with no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *gradients: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        raise GraphError(
+            "a loss that holds gradients taken through the private model (a gradient penalty, "
+            "create_graph=True) would be differentiated through it twice, and private layers can be "
+            "differentiated once: penalise the difference of its outputs at two inputs instead, "
+            "(model(x + e * v) - model(x)) / e, which needs one backward pass"
+        )
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward`; where somebody's hooks take the tensors, where they lie is noted."""
+    ctx.save_for_backward(*tensors)
+    hooks = saving_hooks(False)
+    ctx.lay = None
+    if hooks is not None and not _is_of_torch(hooks[0]):
+        ctx.lay = [None if x is None else StorageWeakRef(x.untyped_storage()) for x in tensors]
+
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """What `save` was given.
+
+    Raises:
+        GraphError: hooks that are not torch's have put other tensors in their place. What these hold may
+            depend on all rows (one scale of a compressed batch), and no look at a model would see it.
+    """
+    found: tuple[Any, ...] = ctx.saved_tensors
+    if ctx.lay is None:
+        return found
+    for x, lay in zip(found, ctx.lay, strict=True):
+        if x is not None and (lay.expired() or lay.cdata != memory_of(x)):
+            raise GraphError(
+                "saved_tensors_hooks have replaced a tensor that a private layer saved for its backward "
+                "pass, and what they make of a row may depend on the others (one scale for the batch): "
+                "use torch's own (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint)"
+            )
+    return found
+
+
+def fills_a_checkpoint() -> bool:
+    """Whether what runs is computed again for its saved tensors alone, by a checkpoint without reentry.
+
+    No gradient goes through what it computes: the nodes of the first computation take these tensors.
+    """
+    hooks = saving_hooks(False)
+    return hooks is not None and _is_of_torch(hooks[0]) and RECOMPUTATION in hooks[0].__qualname__
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.")
+
+
+def taking_part(
+    ctx: Any, parameters: Collection[nn.Parameter], known: Container[nn.Parameter]
+) -> list[bool]:
+    """Which of a private function's last arguments are known and wanted by the running backward pass.
+
+    `needs_input_grad` does not shrink under autograd.grad; whether the engine will run the
+    parameter's own node tells.
+    """
+    edges = ctx.next_functions
+    edges = edges[len(edges) - len(parameters) :]
+    pairs = zip(parameters, edges, strict=True)
+    return [takes_part(node) and parameter in known for parameter, (node, _) in pairs]
+
+
+def takes_part(node: Any) -> bool:
+    """Whether the running backward pass wants the gradient of the parameter whose node this is."""
+    if node is None:
+        return False
+    try:
+        return will_run(node)
+    except RuntimeError as error:
+        if "autograd.grad" in str(error):
+            return False  # it asks for tensors, not for p.grad
+        raise GraphError(
+            "torch does not say whether a parameter takes part in the backward pass "
+            f"({error}), so it might be left untrained; use loss.backward()"
+        ) from error
+
+
+def reached_without(roots: Iterable[Node], stop: Callable[[Node], bool]) -> tuple[set, set]:
+    """Walk down from `roots`, not through nodes for which `stop` is true.
+
+    Returns:
+        the other nodes that were reached, and those at which the walk stopped.
+    """
+    passed: set[Node] = set()
+    stopped: set[Node] = set()
+    ahead = list(roots)
+    while ahead:
+        node = ahead.pop()
+        if node in passed or node in stopped:
+            continue
+        if stop(node):
+            stopped.add(node)
+            continue
+        passed.add(node)
+        ahead += [below for below, _ in node.next_functions if below is not None]
+    return passed, stopped

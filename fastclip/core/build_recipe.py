@@ -1,0 +1,161 @@
+"""How the modules of csrc/ are compiled: the rules of setup.py, and of builds where fastclip runs.
+
+This file imports nothing of fastclip, for setup.py loads it where nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+UNITS = {".cpp", ".cu"}
+"""What is compiled; the rest is included."""
+OF_THE_HOST = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+"""What the host's compiler is told, which nvcc hands *.cpp to."""
+ANOTHER = "CXX=... chooses another compiler"
+
+
+class NotBuilt(Exception):
+    """Why there is no extension, and what to do about it."""
+
+
+class NoCompiler(NotBuilt):
+    """There is nothing to build it with: no error, even where the build is asked for."""
+
+
+def check_system() -> None:
+    """Raise NoCompiler where modules are not built."""
+    if sys.platform != "linux":
+        raise NoCompiler(f"it is built on Linux only, and this is {sys.platform}")
+
+
+def find_cxx() -> str:
+    """The C++ compiler that CXX names, or the first on PATH; GCC's makes the fastest loops."""
+    named = os.environ.get("CXX", "").strip()
+    for command in (named,) if named else ("g++", "c++", "clang++"):
+        try:
+            program, *arguments = shlex.split(command)
+        except ValueError as error:
+            raise NotBuilt(f"CXX={named} is no command ({error}): check its quotes") from error
+        found = shutil.which(program)
+        if found is not None:
+            return shlex.join([found, *arguments])
+    if named:
+        raise NotBuilt(f"CXX={named} is not on PATH: let it name a C++ compiler, or unset it")
+    raise NoCompiler("there is no C++ compiler: install g++ or let CXX name one")
+
+
+def find_torch() -> Path:
+    """Where the torch that is installed lies."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise NoCompiler(
+            "torch is not installed where it would be built (pip isolates builds): fastclip compiles it "
+            "in the background where it runs, or pip install --no-build-isolation does now"
+        )
+    return Path(found.origin).parent
+
+
+def find_cxx_and_torch() -> str:
+    """The C++ compiler, where there is something to compile against."""
+    find_torch()
+    return find_cxx()
+
+
+def plain_flags(sources: Path, pybind11: str | Path) -> list[str]:
+    """What every source is compiled with.
+
+    Args:
+        sources: csrc/, or a copy. pybind11: the folder of its headers.
+    """
+    python = sysconfig.get_path("include")
+    if not Path(python, "Python.h").is_file():
+        raise NotBuilt(f"there is no Python.h in {python}: install python3-dev (python3-devel)")
+    headers = [flag for path in (pybind11, python) for flag in ("-isystem", str(path))]
+    return ["-std=c++17", "-O3", f"-I{sources}", *headers]
+
+
+def torch_headers() -> list[Path]:
+    """The folders of torch's headers; the first holds pybind11's, too."""
+    include = find_torch() / "include"
+    found = [include, include / "torch" / "csrc" / "api" / "include"]
+    for header in (include / "pybind11" / "pybind11.h", found[1] / "torch" / "version.h"):
+        if not header.is_file():
+            raise NotBuilt(f"torch came without {header}: install torch's own wheel")
+    return found
+
+
+def torch_flags() -> list[str]:
+    """What the compiler is told of torch, whose headers are to check nothing at run time."""
+    import torch
+
+    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    found = [flag for path in torch_headers() for flag in ("-isystem", str(path))]
+    return [*OF_THE_HOST, "-DNDEBUG", strings, *found]
+
+
+def torch_libraries() -> list[str]:
+    """Found by the process that has imported torch."""
+    return [f"-L{find_torch() / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+
+
+def units_of(folder: Path) -> list[Path]:
+    """What is compiled of a module's folder."""
+    return sorted(path for path in folder.glob("*.*") if path.suffix in UNITS and path.is_file())
+
+
+def mark_flag(unit: Path, mark: str) -> list[str]:
+    """What tells the module of its sources: one unit alone, so that any change compiles one again."""
+    return [f'-DFASTCLIP_SOURCES="{mark}"'] if unit.name == "module.cpp" else []
+
+
+def compiling(compiler: Sequence[str], flags: Sequence[str], unit: str, made: str) -> list[str]:
+    """The command that makes an object of one unit."""
+    return [*compiler, *flags, "-c", unit, "-o", made]
+
+
+def linking(
+    compiler: Sequence[str], objects: Sequence[str], libraries: Sequence[str], made: str
+) -> list[str]:
+    """The command that makes the module of its objects."""
+    return [*compiler, "-shared", *objects, *libraries, "-o", made]
+
+
+# -------------------------------------------------------------------------------------------------
+# Which sources a module of csrc/ was built from: setup.py writes their mark into the module.
+#
+# This file imports nothing of fastclip, for setup.py loads it where nothing is installed yet.
+
+
+_PACKED = Path(__file__).resolve().parent / "_csrc"
+"""What a wheel holds of the sources: those that are compiled where fastclip runs."""
+CSRC = _PACKED if _PACKED.is_dir() else _PACKED.parents[1] / "csrc"
+"""Where the sources are, beside the package of a checkout or in an installed one."""
+_KINDS = {".cpp", ".cu", ".cuh", ".hpp", ".inc"}
+
+
+def files_of(folder: str, csrc: Path = CSRC) -> list[Path]:
+    """The sources of csrc/`folder`, and any header that the modules share."""
+    found = sorted([*csrc.iterdir(), *(csrc / folder).iterdir()])
+    return [path for path in found if path.suffix in _KINDS and path.is_file()]
+
+
+def mark_of(folder: str, csrc: Path = CSRC) -> str:
+    """What changes with any of these files."""
+    digest = hashlib.sha256()
+    for path in files_of(folder, csrc):
+        for part in (path.relative_to(csrc).as_posix().encode(), path.read_bytes()):
+            digest.update(b"%d " % len(part) + part)
+    return digest.hexdigest()[:16]
+
+
+def is_current(folder: str, mark: str, csrc: Path = CSRC) -> bool:
+    """A module with this mark was built from the sources that are there, if any are."""
+    return not (csrc / folder).is_dir() or mark_of(folder, csrc) == mark

@@ -1,0 +1,472 @@
+"""Modules of csrc/ that fit one torch alone, compiled where fastclip runs: once, in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from fastclip.core import build_recipe, build_worker
+from fastclip.core.build_recipe import CSRC, NotBuilt, is_current, mark_of
+from fastclip.errors import say
+
+# -------------------------------------------------------------------------------------------------
+# The folder in which fastclip keeps what it has measured and compiled on this machine.
+
+
+def cache_folder() -> Path:
+    """$FASTCLIP_CACHE, else `fastclip` below $XDG_CACHE_HOME or ~/.cache. It need not be there.
+
+    Raises:
+        OSError: nobody can tell where the user's files are.
+    """
+    named = os.environ.get("FASTCLIP_CACHE")
+    if named:
+        return Path(named).absolute()
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise OSError(f"{error}: let FASTCLIP_CACHE name a folder") from error
+    return root.absolute() / "fastclip"
+
+
+# -------------------------------------------------------------------------------------------------
+# Where a module that was compiled for this torch is kept, which nobody else may write to.
+#
+# A library that is loaded runs as the user. So it is loaded only where its folder and its file are
+# the
+# user's or root's, and nobody else may write to them.
+
+
+class Place(NamedTuple):
+    """Of one module, of these sources, for this torch and this Python."""
+
+    name: str
+    """fastclip.`name`."""
+    part: str
+    """The folder of csrc/ that becomes it."""
+    mark: str
+    folder: Path
+
+    @property
+    def library(self) -> Path:
+        return self.folder / f"{self.name}-{self.mark}.so"
+
+    @property
+    def log(self) -> Path:
+        """Of a build that has failed. Its first line tells what was tried."""
+        return self.folder / f"{self.name}-{self.mark}.log"
+
+    @property
+    def lock(self) -> Path:
+        """Held while anything is compiled for this torch."""
+        return self.folder / "lock"
+
+
+def place_of(name: str, part: str) -> Place:
+    """The place of a module; nothing need be there.
+
+    Raises:
+        OSError: its sources are not there, or the user has no cache.
+    """
+    return Place(name, part, mark_of(part), cache_folder() / "compiled" / _fits())
+
+
+def _fits() -> str:
+    """What a library is compiled for."""
+    python = EXTENSION_SUFFIXES[0].strip(".").removesuffix(".so")
+    libc = (os.confstr("CS_GNU_LIBC_VERSION") or "libc").replace(" ", "-")
+    git = hashlib.sha256(str(torch.version.git_version).encode()).hexdigest()[:8]
+    return f"{python}-{libc}-torch-{torch.__version__}-{git}".replace(os.sep, "-")
+
+
+def make_folder(place: Place) -> None:
+    """Make it, for the user alone.
+
+    Raises:
+        OSError: it cannot be made or written to, or others can.
+    """
+    for folder in (*reversed(place.folder.parents), place.folder):
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)  # another process may have been faster
+    check_folder(place)
+
+
+def check_folder(place: Place) -> None:
+    """Refuse a folder in which this user cannot keep anything, or others can; it need not be there.
+
+    Raises:
+        OSError: saying so.
+    """
+    for folder in (place.folder.parent, place.folder):
+        if os.path.lexists(folder):
+            check_own(folder)
+    there = next(path for path in (place.folder, *place.folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} cannot be written to")
+
+
+def check_own(path: Path) -> None:
+    """Refuse a file or folder that somebody else may have written.
+
+    Raises:
+        PermissionError: it is a link, another user's, or others may write to it.
+        OSError: it is not there.
+    """
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid not in (os.getuid(), 0):
+        raise PermissionError(f"{path} is a link or belongs to another user")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"other users may write to {path}")
+
+
+def load(place: Place) -> ModuleType:
+    """Import the library as fastclip.`name`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        PermissionError: somebody else may have written it.
+        ImportError: it does not fit.
+    """
+    for path in (place.folder.parent, place.folder, place.library):
+        check_own(path)
+    # pybind11 keeps modules by their names, and the package's may be another torch's.
+    spec = importlib.util.spec_from_file_location(f"{__package__}.{place.name}", place.library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place.library} is no module of this Python")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[f"fastclip.{place.name}"] = module
+    setattr(sys.modules["fastclip"], place.name, module)
+    return module
+
+
+def is_locked(place: Place) -> bool:
+    """Whether somebody compiles for this torch now."""
+    import fcntl  # of systems on which anything is compiled
+
+    try:
+        with open(place.lock) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+# -------------------------------------------------------------------------------------------------
+# What fits one torch alone: of the user's cache where the package has none, or noted as missing.
+#
+# Which one serves is decided when it is imported, for the whole process.
+
+
+class Missing(NamedTuple):
+    """A module that neither the package nor the cache had."""
+
+    part: str
+    """The folder of csrc/ that becomes it."""
+    refused: str
+    """Why the one in the cache does not serve, if there is one."""
+
+
+MISSING: dict[str, Missing] = {}
+"""By name: what `compile_missing` compiles."""
+CACHED: dict[str, Place] = {}
+"""By name: what has come from the cache."""
+
+
+def is_off() -> bool:
+    """Whether the user wants what is installed and nothing else, or the system has nothing else."""
+    return os.environ.get("FASTCLIP_BUILD") == "0" or sys.platform != "linux"
+
+
+def find(name: str, part: str) -> ModuleType:
+    """A module from the cache.
+
+    Args:
+        name: in fastclip. part: the folder of csrc/ that becomes it.
+
+    Raises:
+        ImportError: there is none that may be loaded.
+    """
+    MISSING[name] = Missing(part, "")
+    if is_off():
+        raise ImportError("nothing is compiled where it runs")
+    try:
+        place = place_of(name, part)
+        module = load(place)
+        check_mark(module, place)
+    except FileNotFoundError as error:
+        raise ImportError(f"no fastclip.{name} is in the cache yet") from error
+    except (OSError, ImportError) as error:
+        MISSING[name] = Missing(part, str(error))
+        raise ImportError(str(error)) from error
+    del MISSING[name]
+    CACHED[name] = place
+    return module
+
+
+def check_mark(module: ModuleType, place: Place) -> None:
+    """Refuse a library that is not what its name says."""
+    found = module.versions().get("sources")
+    if found != place.mark:
+        raise ImportError(f"{place.library} was built from other sources ({found})")
+
+
+# -------------------------------------------------------------------------------------------------
+# Compiles what is missing while Python serves in its place: one process does it for all.
+
+
+_TRIAL = """
+import importlib.util, json, sys
+name, library, path = sys.argv[1:]
+sys.path[:] = json.loads(path)
+import torch
+spec = importlib.util.spec_from_file_location(name, library)
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+"""What a library must stand in a process of its own before it gets its name."""
+_begun = False
+
+
+def compile_missing() -> None:
+    """Start compiling, once a process, unless another one does; say so. It waits for nothing.
+
+    Nothing is raised where it cannot be done: `python -m fastclip.doctor` says why.
+    """
+    global _begun
+    if _begun or not MISSING or is_off():
+        return
+    _begun = True
+    try:
+        begun = _begin([place_of(name, missing.part) for name, missing in MISSING.items()])
+    except (build_recipe.NotBuilt, OSError, subprocess.SubprocessError):
+        return
+    if begun:
+        say(
+            f"fastclip compiles its C++ parts for torch {torch.__version__} in the background, which "
+            "takes a few minutes. They serve from the next start on, and Python until then; "
+            "FASTCLIP_BUILD=0 turns this off"
+        )
+
+
+def _begin(places: list[Place]) -> bool:
+    """Whether a build was started now."""
+    import fcntl  # of systems on which anything is compiled
+
+    plans = [plan_of(place) for place in places]
+    make_folder(places[0])
+    with open(os.open(places[0].lock, os.O_CREAT | os.O_WRONLY, 0o600), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        due = [plan for plan in plans if not os.path.lexists(plan["library"])]
+        due = [plan for plan in due if not was_tried(plan)]
+        if not due:
+            return False
+        for left in places[0].folder.glob("build-*"):  # by one that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix="build-", dir=places[0].folder))
+        (folder / "plan.json").write_text(json.dumps({"modules": due, "jobs": _jobs()}))
+        os.utime(lock.fileno())  # when it began
+        # The lock is held as long as anyone writes there: by the worker and by its compilers.
+        subprocess.run(
+            [sys.executable, "-I", "-S", build_worker.__file__, str(folder / "plan.json"), str(lock.fileno())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            pass_fds=[lock.fileno()], start_new_session=True, check=True,
+        )  # fmt: skip
+    return True
+
+
+def _jobs() -> int:
+    """Compilers at once: each wants a gigabyte."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+
+
+def plan_of(place: Place) -> dict[str, Any]:
+    """What the worker is to do for one module.
+
+    Raises:
+        NotBuilt: there is nothing to compile it with.
+    """
+    build_recipe.check_system()
+    compiler = shlex.split(build_recipe.find_cxx())
+    flags = [
+        *build_recipe.plain_flags(CSRC, build_recipe.torch_headers()[0]),
+        *build_recipe.torch_flags(),
+    ]
+    units, objects = [], []
+    for unit in build_recipe.units_of(CSRC / place.part):
+        objects.append(f"{place.name}-{unit.name}.o")
+        own = [*flags, *build_recipe.mark_flag(unit, place.mark)]
+        units.append(build_recipe.compiling(compiler, own, str(unit), objects[-1]))
+    made = f"{place.name}.so"
+    link = build_recipe.linking(compiler, objects, build_recipe.torch_libraries(), made)
+    trial = [sys.executable, "-I", "-c", _TRIAL, place.name, made, json.dumps(sys.path)]
+    return {
+        "units": units, "whole": [link, trial], "made": made, "library": str(place.library),
+        "log": str(place.log), "tried": _mark_of([*units, link], compiler[0]),
+    }  # fmt: skip
+
+
+def _mark_of(commands: list[list[str]], compiler: str) -> str:
+    """What changes with the commands, and with the compiler that runs them."""
+    program = os.stat(compiler)
+    known = commands, os.path.realpath(compiler), program.st_size, program.st_mtime_ns
+    return f"tried {hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]} with {compiler}"
+
+
+def was_tried(plan: dict[str, Any]) -> bool:
+    """Whether exactly this has failed before."""
+    try:
+        with open(plan["log"], errors="replace") as log:
+            return log.readline().rstrip("\n") == plan["tried"]
+    except OSError:
+        return False
+
+
+# -------------------------------------------------------------------------------------------------
+# How a module that fits one torch alone serves, or why it does not yet, and what to do about it.
+
+
+class State(NamedTuple):
+    """Of one module."""
+
+    kind: str
+    """package, cache, off, compiling, compiled, refused, failed, impossible or due."""
+    told: str
+    """The same in words, with what to do."""
+
+
+def state_of(name: str) -> State:
+    """Of fastclip.`name`, as this process has found it and as things are now.
+
+    A module that was not looked for in the cache is of the package.
+    """
+    fits = f"for torch {torch.__version__}"
+    if name in CACHED:
+        return State("cache", f"compiled here {fits}: {CACHED[name].library}")
+    if name not in MISSING:
+        return State("package", f"of the package, {fits}")
+    if sys.platform != "linux":
+        return State("impossible", f"fastclip.{name} is built on Linux only")
+    if is_off():
+        return State("off", f"FASTCLIP_BUILD=0 leaves out fastclip.{name}: unset it")
+    named = f"fastclip.{name} {fits}"
+    try:
+        return _missing(place_of(name, MISSING[name].part), MISSING[name].refused, named)
+    except NotBuilt as reason:
+        return State("impossible", f"{named} cannot be compiled: {reason}")
+    except OSError as reason:
+        told = f"{named} cannot be kept ({reason}): let FASTCLIP_CACHE name a folder of your own"
+        return State("impossible", told)
+
+
+def _missing(place: Place, refused: str, named: str) -> State:
+    """Of one that does not serve in this process."""
+    check_folder(place)
+    if is_locked(place):
+        seconds = time.time() - place.lock.stat().st_mtime
+        told = f"{named} is being compiled since {seconds:.0f} s: start again when it is done"
+        return State("compiling", told)
+    if place.library.exists():
+        if refused:
+            return State("refused", f"{named} is not loaded ({refused}): delete {place.library}")
+        return State("compiled", f"{named} was compiled since this process began: start again")
+    if was_tried(plan_of(place)):
+        told = f"{named} did not compile, {place.log} says why: mend that, and delete this file"
+        return State("failed", told)
+    return State("due", f"{named} is compiled in the background by the next make_private")
+
+
+# -------------------------------------------------------------------------------------------------
+# The modules that csrc/ becomes: taken where they are built, of the sources that are here.
+
+
+class _OtherSources(ImportError):
+    """The module is there, and its sources have changed since."""
+
+
+def check_built(name: str, folder: str, compiler: str) -> None:
+    """Refuse a module that is absent, or that was built from other sources than a checkout has now, or
+    against another torch.
+
+    The launchers of those sources would hand an older module what it takes for something else, so
+    that is said aloud, too.
+
+    Args:
+        name: of the module in fastclip. folder: of csrc/, which becomes it. compiler: builds it.
+
+    Raises:
+        ImportError: saying so, and the way out.
+    """
+    try:
+        _of_the_package(name, folder, compiler)
+    except _OtherSources as error:
+        say(str(error))
+        raise
+
+
+def of_this_torch(name: str, folder: str) -> ModuleType:
+    """A module that is compiled against torch: of the package, or else of the user's cache.
+
+    Args:
+        name: of the module in fastclip. folder: of csrc/, which becomes it.
+
+    Raises:
+        ImportError: neither has one that fits; the package's is told.
+    """
+    try:
+        return _of_the_package(name, folder, "a C++ compiler")
+    except ImportError as error:
+        try:
+            return find(name, folder)
+        except ImportError:
+            if isinstance(error, _OtherSources):
+                say(str(error))
+        raise
+
+
+def _of_the_package(name: str, folder: str, compiler: str) -> ModuleType:
+    try:
+        module = importlib.import_module(f"fastclip.{name}")
+    except ImportError as error:
+        told = f"fastclip.{name} is not built ({error}): {how_to_build(compiler)}"
+        raise ImportError(told) from error
+    versions: dict[str, str] = getattr(module, "versions", dict)()
+    torch = importlib.import_module("torch") if "torch" in versions else None
+    if torch is not None and versions["torch"] != torch.__version__.partition("+")[0]:
+        raise ImportError(f"fastclip.{name} was compiled against another torch")
+    if not is_current(folder, versions.get("sources", "")):
+        raise _OtherSources(
+            f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is not "
+            f"used: {how_to_build(compiler)}"
+        )
+    return module
+
+
+def how_to_build(compiler: str, package: Path = Path(__file__).parent) -> str:
+    """What to do where a module of csrc/ is absent, in a checkout or where a wheel was installed."""
+    if (package.parent / "csrc").is_dir():
+        return f"`make build` with {compiler} on PATH builds it"
+    return (
+        f"reinstall fastclip from its source distribution with {compiler} on PATH (pip install "
+        "--force-reinstall --no-deps fastclip-VERSION.tar.gz builds it)"
+    )

@@ -1,0 +1,125 @@
+"""What torch's compilers keep to themselves and fastclip needs, as fastclip.core.torch_names has it of the rest.
+
+Dynamo, which takes longer to import than torch, is not imported before something is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+R = TypeVar("R", bound=Callable[..., Any])
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""torch.export traces; never before torch 2.7."""
+
+
+_compiler: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False
+)
+
+
+def is_compiled() -> bool:
+    """torch.compile traces what runs, or may: of a torch that does not say so, always."""
+    return torch.compiler.is_dynamo_compiling() or _compiler() is not None
+
+
+def pass_over(run: R) -> R:
+    """Decorator: torch.compile does not begin to trace here. It may in what is called from here, and
+    where it traces already, it goes on."""
+    code = run.__code__  # type: ignore[attr-defined]
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # before torch 2.7
+        frames.skip_code(code)
+    else:
+        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, default))
+    return run
+
+
+def ends_graph(run: R) -> R:
+    """Decorator: as `pass_over`, and where torch.compile traces already, its graph ends."""
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return pass_over(run)
+
+
+pass_over(is_compiled)
+
+
+def disable_dynamo(run: R) -> R:
+    """Decorator: torch.compile runs this as it is, and what it calls. Without dynamo being imported;
+    where nothing is compiled, at the cost of a question."""
+    apart = _disable_dynamo(run, True)
+
+    @functools.wraps(run)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return (apart if is_compiled() else run)(*args, **kwargs)
+
+    return cast(R, pass_over(inner))
+
+
+def can_compile() -> bool:
+    """Whether anything has been compiled, or can have been: dynamo is imported."""
+    return "torch._dynamo" in sys.modules
+
+
+def graphs_made() -> int:
+    """How many graphs torch.compile has made in this process; another number says that it made one."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def run_eagerly() -> Callable[[], None]:
+    """Compiled functions run as they are written from now on: under a mode dynamo would mark them as
+    never to be compiled.
+
+    Returns:
+        Ends it.
+    """
+    if not can_compile() or not hasattr(torch.compiler, "set_stance"):  # before torch 2.6
+        return lambda: None
+    from torch._dynamo import eval_frame
+
+    eager: Any = torch.compiler.set_stance("force_eager")
+
+    def end() -> None:
+        if eval_frame._stance is eager.stance:  # nobody has asked for another one meanwhile
+            eval_frame._set_stance(eager.prev)
+
+    return end
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile has made this function or method of, or itself."""
+    if isinstance(function, MethodType):
+        return MethodType(as_written(function.__func__), function.__self__)
+    found: Any = getattr(function, "_torchdynamo_orig_callable", None)
+    # what functools.wraps has made of a compiled function has its attributes, too
+    given: Any = found if found is getattr(function, "__wrapped__", None) else None
+    return given or function  # type: ignore[no-any-return]
+
+
+def is_one_graph(compiled: Any) -> bool:
+    """Whether a compiled module may have no graph breaks (fullgraph=True)."""
+    told = getattr(compiled.dynamo_ctx, "fullgraph", None)
+    if told is not None:
+        return told
+    # torch 2.6 remembers it by the class of what converts frames alone.
+    made = getattr(compiled.dynamo_ctx.callback, "_torchdynamo_orig_callable", None)
+    return type(made).__name__ == "ConvertFrameAssert"
+
+
+def compile_graph(graph: Any, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """A graph of aten operators by inductor, for such inputs; random numbers are the operators' own."""
+    from torch import _inductor  # which takes a second
+
+    compiled: Any = _inductor.compile(graph, [*inputs], options={"fallback_random": True})
+    return compiled  # type: ignore[no-any-return]

@@ -1,0 +1,233 @@
+"""Methods of Opacus' engine that a subclass may override: what they hand on, and what they return.
+
+`make_private` calls them as Opacus' own does. An override may look at all of it, and change in place
+what its super() has made; what makes a run private, and what is told of it, stays as it was asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from fastclip.core.opacus_names import handed_on
+from fastclip.errors import ArgumentError, StepError
+
+MODEL, LOADER = "_prepare_model", "_prepare_data_loader"
+OPTIMIZER, CRITERION = "_prepare_optimizer", "_prepare_criterion"
+METHODS = (MODEL, LOADER, OPTIMIZER, CRITERION)
+_HARM = {
+    MODEL: "model than that of super(), whose gradients nobody clips",
+    LOADER: "data loader than that of super(), whose draws nobody counts",
+    OPTIMIZER: "optimizer than that of super(), whose steps nobody accounts for",
+    CRITERION: "criterion than that of super(), whose gradients nobody clips",
+}
+
+
+_RUNNING: ContextVar[Preparation | None] = ContextVar("the make_private under way", default=None)
+
+
+class Preparation:
+    """The calls of these methods in one make_private: inside of `with`, those of this engine."""
+
+    def __init__(self, engine: object) -> None:
+        self.engine = engine
+        self.undo = ExitStack()
+        """Leaves everything as it was, where an error ends the block."""
+        self.made: dict[str, Any] = {}
+        """What the engine's own methods have made, by their names."""
+        self._asked: dict[str, tuple[Callable[[], Any], Sequence[Any], dict[str, Any]]] = {}
+
+    def __enter__(self) -> Preparation:
+        self._before = _RUNNING.set(self)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        _RUNNING.reset(self._before)
+        if error is not None:
+            self.undo.__exit__(kind, error, trace)
+        self.made.clear()  # which would keep it until the garbage is collected
+        self._asked.clear()
+
+    def call(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
+        """What the method returns, whoever overrides it.
+
+        Args:
+            make: what the engine's own does. first, asked: what the method is called with.
+        """
+        asked = handed_on(name, asked)
+        self._asked[name] = make, first, asked
+        return getattr(self.engine, name)(*first, **asked)
+
+    def call_for_own(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
+        """The same; refused unless it is what `make` has made."""
+        returned = self.call(name, make, *first, **asked)
+        self.check(name, returned)
+        return returned
+
+    def make(self, name: str, *first: Any, **given: Any) -> Any:
+        """The engine's own method, which an override calls through super().
+
+        Raises:
+            ArgumentError: with other values than the override was called with, or a second time.
+        """
+        who = overriding(self.engine, name)
+        if name in self.made or name not in self._asked:
+            raise ArgumentError(
+                f"super().{name} is called once in each make_private, and {who} calls it again; call it "
+                "once, and keep what it returns"
+            )
+        make, before, asked = self._asked[name]
+        others = [key for key in given if key not in asked or not _same(given[key], asked[key])]
+        if len(first) != len(before) or not all(map(_same, first, before)):
+            others.append("module" if name == MODEL else "data_loader")
+        if others:
+            raise ArgumentError(
+                f"{who} passes another {others[0]} to super() than it was called with, which would not "
+                "be what is accounted for; pass it on unchanged (give make_private the other)"
+            )
+        self.made[name] = make()
+        return self.made[name]
+
+    def check(self, name: str, returned: Any, same: bool | None = None) -> None:
+        """Refuse another model, loader or optimizer than the engine's own method has made.
+
+        Args:
+            same: whether it is that one, where another object may be.
+        """
+        made = self.made.get(name)
+        if made is None or not (returned is made if same is None else same):
+            raise ArgumentError(
+                f"{overriding(self.engine, name)} returns another {_HARM[name]}; return that one, "
+                "changed in place if need be"
+            )
+
+
+def own_method(name: str) -> Callable[..., Any]:
+    """The engine's own method of this name: what it makes in the make_private under way."""
+
+    def method(self: Any, *first: Any, **given: Any) -> Any:
+        running = _RUNNING.get()
+        if running is None or running.engine is not self:
+            raise StepError(
+                f"{type(self).__name__}.{name} is a part of make_private, and was called by itself, so "
+                "that nobody would account for what it makes; call make_private"
+            )
+        return running.make(name, *first, **given)
+
+    method.__name__ = name
+    return method
+
+
+def overriding(engine: object, name: str) -> str:
+    """The method that is called first, as messages name it."""
+    kind = type(engine)
+    if name not in vars(engine):
+        kind = next((each for each in kind.__mro__ if name in vars(each)), kind)
+    return f"{kind.__name__}.{name}"
+
+
+def check_reached(engine: object, own: type) -> None:
+    """Refuse an override of a class behind the engine's own classes, which would not call it.
+
+    Args:
+        own: that of them that has these methods.
+    """
+    kinds = type(engine).__mro__
+    for kind in kinds[kinds.index(own) + 1 :]:
+        for name in METHODS:
+            if name in vars(kind) and kind.__module__.partition(".")[0] not in (
+                "fastclip",
+                "opacus",
+            ):
+                raise ArgumentError(
+                    f"{kind.__name__}.{name} stands behind FastPrivacyEngine, which would not call it; "
+                    f"name {kind.__name__} before FastPrivacyEngine among the bases of "
+                    f"{type(engine).__name__}"
+                )
+
+
+def _same(given: Any, asked: Any) -> bool:
+    if given is asked:
+        return True
+    try:
+        return type(given) is type(asked) and bool(given == asked)
+    except (TypeError, ValueError, RuntimeError):  # an array's, which is many answers
+        return False
+
+
+# -------------------------------------------------------------------------------------------------
+# Functions of others whose calls are known while they run: those inside are not told who calls
+# them.
+
+
+class Noted:
+    """A function whose calls are known. As long as somebody lives who asks, ours stands in its place.
+
+    Args:
+        where, name: the module or class that has it.
+    """
+
+    def __init__(self, where: Any, name: str) -> None:
+        self._where, self._name = where, name
+        self._askers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._running: dict[int, list[Any]] = {}
+        """By thread, the innermost last."""
+        self._plain: Any = None
+        self._lock = threading.RLock()
+
+    def innermost(self) -> Any:
+        """What the call on this thread was given; None where there is none."""
+        own = self._running.get(threading.get_ident())
+        return own[-1] if own else None
+
+    def watch(self, asker: Any) -> None:
+        """Calls are known as long as this lives."""
+        with self._lock:
+            if asker not in self._askers:
+                self._askers.add(asker)
+                weakref.finalize(asker, self._rest).atexit = False
+            if self._plain is None:
+                self._plain = plain = getattr(self._where, self._name)
+                setattr(self._where, self._name, self._heard(plain))
+
+    def forget(self, asker: Any) -> None:
+        """It asks no more."""
+        self._askers.discard(asker)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Somebody is gone. What others have put around ours meanwhile stays."""
+        with self._lock:
+            now = getattr(self._where, self._name)
+            ours = getattr(now, "__wrapped__", None) is self._plain
+            if self._plain is not None and ours and not [*self._askers]:
+                setattr(self._where, self._name, self._plain)
+                self._plain = None
+
+    def _heard(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            return self._called(plain, *args, **kwargs)
+
+        heard._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return heard
+
+    def _called(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._noting(args):
+            return plain(*args, **kwargs)
+
+    @contextmanager
+    def _noting(self, call: Any) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._running.setdefault(thread, []).append(call)
+        try:
+            yield
+        finally:
+            self._running[thread].pop()
+            if not self._running[thread]:
+                del self._running[thread]

@@ -1,0 +1,688 @@
+"""The user's collate function, watched: no sample is in a batch twice, and none is mixed with others.
+
+Where items hold tensors, every call is traced. What cannot be traced (arrays, text, numbers, values that
+leave torch) is compared by its values in the first batch of each kind, the second, fourth, and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Subset, default_collate
+
+from fastclip.core.opacus_names import without_empty
+from fastclip.core.torch_names import fetch_calls
+from fastclip.data.collate_items import Repeatable, alike_items
+from fastclip.data.collate_law import (
+    CollateTrace,
+    Fault,
+    Law,
+    Leaf,
+    Node,
+    copied,
+    leaves,
+    opened,
+    rebuilt,
+    tensors_of,
+)
+from fastclip.data.collate_probe import Probe, repeated_rows
+from fastclip.data.loader import asks_at_once
+from fastclip.errors import ArgumentError, BatchSizeError
+from fastclip.ops.random import set_aside
+from fastclip.trace.findings import Cause
+
+_SPARE = 4
+"""Items that are kept for a batch of one, which has no other content to compare with."""
+_SUSPECTED = 8
+"""So many batches of rows that are alike, of items that are not, are compared before they are normal."""
+_UNDECIDED = 16
+"""So many batches that show nothing are compared before they are normal."""
+
+
+class Checks:
+    """A collate function of ours, which has its batches checked where they need to be."""
+
+
+class CheckedCollate(Checks):
+    """Calls a collate function, and raises an error for a batch in which samples are repeated or mixed.
+
+    Formal guarantee: of tensors that the trace follows, every entry of the batch follows from one sample
+    at most, every position of the batch axis holds one at most, and every sample has one position, the
+    same in all tensors of the batch. Of other values that was so in the batches that were compared.
+
+    Args:
+        collate: the user's function. batch_first: samples lie along axis 0; else along axis 0 or 1.
+        ordered: sample i must be at position i.
+        views: so many adjacent positions may hold each sample.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        *,
+        batch_first: bool = True,
+        ordered: bool = False,
+        views: int = 1,
+    ) -> None:
+        self.collate, self.batch_first, self.ordered = collate, batch_first, ordered
+        self.views = views
+        self._start()
+
+    def _start(self) -> None:
+        fetch_calls.watch(self)
+        self._seen: Counter[Any] = Counter()
+        self._spare: list[Any] = []
+        self._trace: CollateTrace | None = None
+        self._untraced = False
+        self._undecided = 0
+        self._busy = threading.Lock()
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        names = ("batch_first", "ordered", "views")
+        return {name: getattr(self, name) for name in names}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"collate": self.collate, **self._asked}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "collate" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.collate, name)
+
+    def __call__(self, items: Any) -> Any:
+        """The batch.
+
+        Raises:
+            BatchSizeError: it repeats or mixes samples.
+        """
+        if not isinstance(items, list) or not items:
+            return self.collate(items)
+        if not self._busy.acquire(blocking=False):  # another thread's call, or one inside this one
+            return CheckedCollate(self.collate, **self._asked)._checked(items)
+        try:
+            return self._checked(items)
+        finally:
+            self._busy.release()
+
+    def _checked(self, items: list[Any]) -> Any:
+        law = Law(len(items), **self._asked)
+        kept = [rebuilt(item, lambda leaf: leaf, fresh=True) for item in items]
+        random = Repeatable(self.collate)
+        if not self._untraced and any(True for item in items for _ in tensors_of(item)):
+            before = None
+            batch, root, followed = self._traced(items, law)
+        else:
+            before = random.state()
+            batch = self.collate(items)
+            root, followed = opened(batch), False
+        if not followed and self._is_due(root, kept, law):
+            self._compare(kept, law, random, before)
+        return batch
+
+    # The trace
+
+    def _traced(self, items: list[Any], law: Law) -> tuple[Any, Node, bool]:
+        """The batch, its leaves, and whether all of them were followed."""
+        trace = self._trace = self._trace or CollateTrace()
+        try:
+            batch = trace.call(self.collate, items)
+        except Exception as error:
+            if not _of_the_trace(error):
+                raise
+            try:
+                batch = self.collate(items)
+            except Exception:
+                raise error from None
+            self._untraced = True  # a function that does not run under a trace
+            return batch, opened(batch), False
+        root = trace.root
+        assert root is not None
+        fault = law.fault(root)
+        if fault is not None and not _of_several():
+            cause = trace.cause(fault.leaf.value)
+            if not (fault.kind == "mixes" and trace.is_guessed(cause)):
+                raise self._error(fault, cause)
+        return batch, root, fault is None and not trace.read and law.is_followed(root)
+
+    # By values
+
+    def _is_due(self, root: Node, items: list[Any], law: Law) -> bool:
+        """Whether a batch is compared: the first, second, fourth ... of its kind."""
+        kind = tuple((leaf.path, *_kind(leaf, len(items))) for leaf in leaves(root))
+        alike = repeated_rows(root, law)
+        suspected = alike > 0 and alike > alike_items(items)
+        self._seen[kind, suspected] += 1
+        count = self._seen[kind, suspected]
+        return (count & (count - 1)) == 0 or (suspected and count <= _SUSPECTED)
+
+    def _compare(
+        self, items: list[Any], law: Law, random: Repeatable, before: Callable[[], None] | None
+    ) -> None:
+        with set_aside():
+            after = random.state()
+            probe = Probe(self.collate, items, self._spare, law, random, before or after)
+            try:
+                fault = probe.fault()
+            except Exception:  # of items that do not exist
+                fault = None
+            finally:
+                after()
+        if fault is not None and not _of_several():
+            raise self._error(fault, None)
+        if not probe.decided and self._undecided < _UNDECIDED:  # the next one may say more
+            self._undecided += 1
+            self._seen.clear()
+        if len(self._spare) < _SPARE:
+            self._spare += [rebuilt(item, copied, fresh=True) for item in items[:_SPARE]]
+
+    # Words
+
+    def _error(self, fault: Fault, cause: Cause | None) -> BatchSizeError:
+        name = f"collate_fn {_named(self.collate)}"
+        where = f" ({cause.operation} at {cause.line})" if cause is not None else ""
+        which = " and ".join(map(str, fault.samples[:2])) if len(fault.samples) > 1 else ""
+        one = f"sample {fault.samples[0]}" if fault.samples else "a sample"
+        at = f" in {fault.leaf.path}" if fault.leaf.path != "batch" else ""
+        if fault.kind == "repeats":
+            return BatchSizeError(
+                f"{name} repeats {one} of its batch{at}{where}, so it contributes more often than "
+                "epsilon states. Return each sample at one position of the batch axis"
+            )
+        if fault.kind == "views":
+            return BatchSizeError(
+                f"{name} lays out views of several samples{at}{where} where views={self.views} expects "
+                "those of one, so they would be clipped as one. Put the views of each sample next to "
+                "each other, as torch.stack(views, 1).flatten(0, 1) does"
+            )
+        if fault.kind == "mixes":
+            return BatchSizeError(
+                f"{name} mixes samples{f' {which}' if which else ''} of its batch{at}{where}, so "
+                "clipping does not bound what each contributes. Let each position of the batch axis "
+                "hold one sample"
+            )
+        if fault.kind == "axis":
+            return BatchSizeError(
+                f"{name} mixes samples along axis 0{at}, and they lie along axis 1. Put them along "
+                "axis 0 (batch_first=True), or pass batch_first=False to make_private"
+            )
+        if fault.kind == "order":
+            return BatchSizeError(
+                f"{name} changes the order of samples{at}{where}, which says with unit_ids whose each "
+                "is. Keep the order of rows"
+            )
+        return BatchSizeError(
+            f"{name} draws random numbers that cannot be repeated, so whether it repeats samples or "
+            "mixes samples is not known. Draw them in the data set, or from torch's global generator"
+        )
+
+
+def checked_collate(
+    collate: Any, *, batch_first: bool = True, ordered: bool = False, views: int = 1
+) -> Any:
+    """A collate function that checks its batches; one that is known, or that does, is unchanged."""
+    own = without_empty(collate)
+    if own is None or own is default_collate or isinstance(own, Checks):
+        return collate
+    return CheckedCollate(collate, batch_first=batch_first, ordered=ordered, views=views)
+
+
+def plain_collate(collate: Any) -> Any:
+    """The user's own function."""
+    return collate.collate if isinstance(collate, CheckedCollate) else collate
+
+
+def check_collate(loader: DataLoader, *, batch_first: bool = True) -> None:
+    """Let the collate function of a loader whose own sampler draws check its batches."""
+    if getattr(loader, "batch_sampler", None) is None or asks_at_once(loader):
+        return  # an item is not one sample
+    object.__setattr__(
+        loader, "collate_fn", checked_collate(loader.collate_fn, batch_first=batch_first)
+    )
+
+
+def _of_several() -> bool:
+    """Whether the data set was asked for several samples by one key, so that an item is not one."""
+    _, keys = fetch_calls.innermost() or (None, None)
+    several = (list, slice, range, set, frozenset, np.ndarray, Tensor)
+    return isinstance(keys, (list, tuple)) and any(
+        isinstance(key, several) and getattr(key, "shape", None) != () for key in keys
+    )
+
+
+def _kind(leaf: Leaf, items: int) -> tuple[Any, ...]:
+    """What makes a batch another kind."""
+    kind = leaf.value.dtype if isinstance(leaf.value, Tensor) else type(leaf.value)
+    rows = leaf.shape[0] if leaf.shape else None
+    return kind, len(leaf.shape), None if rows is None else (rows > items) - (rows < items)
+
+
+def _named(collate: Any) -> str:
+    """The function as messages name it, with the line where it begins."""
+    name = getattr(collate, "__name__", None) or type(collate).__name__
+    of = collate if hasattr(collate, "__code__") else getattr(collate, "__func__", None)
+    code = getattr(of if of is not None else type(collate).__call__, "__code__", None)
+    if code is None:
+        return f"'{name}'"
+    return f"'{name}' ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def _of_the_trace(error: BaseException) -> bool:
+    """Whether an error passed through the tracer, which may have raised it."""
+    trace = error.__traceback__
+    while trace is not None:
+        if f"{Path('fastclip') / 'trace'}" in trace.tb_frame.f_code.co_filename:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+# -------------------------------------------------------------------------------------------------
+# Batches of draws without rows: what the collate function makes, with none in it.
+#
+# Opacus' collator does so for tensors in dicts, lists and tuples, and fails on the rest when the
+# first
+# empty draw comes, which may be hours later. This one knows from the beginning what it can make.
+
+
+_CANNOT = (
+    "collate_fn makes batches of which none without rows can be made ({what}), and Poisson sampling "
+    "draws empty ones at times: let collate_fn take an empty list and return a batch without rows, or "
+    "let it make tensors, arrays, plain values, or dicts, lists, tuples and dataclasses of these"
+)
+_MANY = 24.0
+"""Where so many rows are drawn on average, none is with a probability of at most exp(-24)."""
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+
+
+class EmptyBatches(Checks):
+    """Opacus' collator of a Poisson loader (CollateFnWithEmpty), for more than tensors.
+
+    Rows lie along the batch axis of tensors, along the first axis of arrays, and in lists that are as
+    long as the batch. Without rows these are empty; a placeholder row (rand_on_empty) is made of ones:
+    it is neither random, for a length or a divisor of 0 makes a model fail, nor a copy of a row, which
+    would train where a loop of its own takes it for a batch that was drawn.
+
+    Args:
+        collate: the user's function; None for the list of samples.
+        batch_first: rows lie along the first axis of tensors; else along the second.
+        rand_on_empty: an empty draw is a placeholder row.
+        ordered: sample i of a batch must be the i-th drawn.
+        views: rows that the user's function may make of each sample.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any] | None, batch_first: bool = True,
+        rand_on_empty: bool = False, *, ordered: bool = False, views: int = 1,
+    ) -> None:  # fmt: skip
+        self.wrapped_collator_fn = collate
+        self.batch_first, self.rand_on_empty = batch_first, rand_on_empty
+        self.checked = checked_collate(
+            collate, batch_first=batch_first, ordered=ordered, views=views
+        )
+        self.views = views
+        self.first_batch: Any = None
+        self.known = False
+        self.refusal: str | None = None
+        """Why no empty batch can be made."""
+
+    def __call__(self, batch: list[Any]) -> Any:
+        """Collated rows.
+
+        Raises:
+            ArgumentError: there are none, and no such batch can be made.
+            BatchSizeError: as `CheckedCollate`.
+        """
+        if len(batch):
+            output = self.checked(batch) if self.checked else batch
+            if not self.known:
+                self.learn(output, len(batch))
+            return output
+        if not self.known:  # no sample was read yet, nor could one be
+            try:
+                return self.collated([])
+            except Exception as error:
+                what = "no sample has been read yet"
+                raise ArgumentError(_CANNOT.format(what=what)) from error
+        if self.refusal is not None:
+            raise ArgumentError(self.refusal)
+        return copy.deepcopy(self.first_batch)
+
+    def collated(self, rows: list[Any]) -> Any:
+        """What the user's collate function makes, of a sample that is tried."""
+        return self.wrapped_collator_fn(rows) if self.wrapped_collator_fn else rows
+
+    def learn(self, batch: Any, rows: int, longer: Any = None) -> None:
+        """Keep an empty batch like this one, or why there is none.
+
+        Args:
+            batch: of `rows` rows. longer: the same with one row more, which tells lists of rows from
+                others; None: not known.
+        """
+        self.known = True
+        try:
+            self.first_batch = self._empty(batch, rows, longer)
+        except Exception as error:  # whatever types of the user's own raise
+            try:
+                self.first_batch = self.collated([])
+            except Exception:  # it does not take an empty list
+                what = str(error) if isinstance(error, _CannotError) else type(batch).__name__
+                self.refusal = _CANNOT.format(what=what)
+
+    def _empty(self, batch: Any, rows: int, longer: Any) -> Any:
+        if isinstance(batch, PackedSequence):
+            if not self.rand_on_empty or rows > 1:
+                raise _CannotError("PackedSequence")
+            return batch._replace(data=torch.ones_like(batch.data))
+        if isinstance(batch, Tensor):
+            shape = list(batch.shape)
+            if shape:
+                axis = 0 if self.batch_first or len(shape) == 1 else 1
+                shape[axis] = self._placeholders(shape[axis], rows)
+            return torch.ones(shape, dtype=batch.dtype, device=batch.device)
+        if isinstance(batch, np.ndarray):
+            shape = list(batch.shape)
+            shape[:1] = [self._placeholders(n, rows) for n in shape[:1]]
+            return np.ones(shape, dtype=batch.dtype)
+        if isinstance(batch, (list, tuple)) and _of_rows(batch, rows, longer, self.views):
+            return type(batch)([_ones(batch[0])] * self._placeholders(len(batch), rows))
+        return _rebuilt(batch, longer, lambda part, other: self._empty(part, rows, other))
+
+    def _placeholders(self, length: int, rows: int) -> int:
+        """Rows of an empty batch, where those of `rows` samples have this length."""
+        each = self.views if length == rows * self.views else 1
+        return each if self.rand_on_empty else 0
+
+
+def draws_none(sampler: Any) -> bool:
+    """Whether a Poisson sampler may be expected to draw nothing in a training run."""
+    rates = getattr(sampler, "rates", None)
+    mean = sampler.num_samples * sampler.sample_rate if rates is None else float(rates.sum())
+    return bool(mean < _MANY)
+
+
+class _CannotError(Exception):
+    """The name of a type of which nothing empty can be made."""
+
+
+def _of_rows(batch: Any, rows: int, longer: Any, views: int) -> bool:
+    """Whether a list has an entry for each row, or for each view of it."""
+    if len(batch) not in (rows, rows * views) or hasattr(batch, "_fields"):
+        return False
+    if longer is not None:
+        return bool(len(longer) * rows == (rows + 1) * len(batch))
+    return all(isinstance(entry, _PLAIN) for entry in batch)
+
+
+def _ones(row: Any) -> Any:
+    """Something like a row, of ones."""
+    if isinstance(row, Tensor):
+        return torch.ones_like(row)
+    if isinstance(row, np.ndarray):
+        return np.ones_like(row)
+    if isinstance(row, bytes):
+        return b"1"
+    if isinstance(row, (str, bool, int, float, complex)):
+        return type(row)(1)
+    return _rebuilt(row, None, lambda part, _: _ones(part))
+
+
+def _rebuilt(whole: Any, longer: Any, of_part: Callable[[Any, Any], Any]) -> Any:
+    """The same of other parts; a plain value, which is not of single rows, as it is.
+
+    Raises:
+        _CannotError: it is not known what its parts are.
+    """
+
+    def other(get: Any) -> Any:
+        with suppress(Exception):  # `longer` is built otherwise
+            return None if longer is None else get(longer)
+        return None
+
+    if isinstance(whole, _PLAIN):
+        return whole
+    if isinstance(whole, MutableMapping):
+        made: Any = copy.copy(whole)
+        for key, part in whole.items():
+            made[key] = of_part(part, other(lambda x, key=key: x[key]))
+        return made
+    if isinstance(whole, (list, tuple)):
+        parts = [of_part(part, other(lambda x, i=i: x[i])) for i, part in enumerate(whole)]
+        return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
+    if is_dataclass(whole) and not isinstance(whole, type):
+        made = copy.copy(whole)
+        for name in (field.name for field in fields(whole)):
+            part = of_part(getattr(whole, name), other(lambda x, name=name: getattr(x, name)))
+            object.__setattr__(made, name, part)  # a frozen one, too
+        return made
+    raise _CannotError(type(whole).__name__)
+
+
+# -------------------------------------------------------------------------------------------------
+# Collate functions, tried before rows are drawn: whether they keep the order of rows, which tells
+# whose
+# each of them is, and what an empty batch looks like.
+
+
+_MOST = 16
+"""Rows that are looked at, spread over the data set."""
+_WAY_OUT = (
+    "; with unit_ids row i of a batch must be the i-th drawn, for its place says whose it is; pass a "
+    "collate_fn that keeps the order and draws no random numbers (let the data set's __getitem__ draw "
+    "them), and whose leaves are tensors, arrays or lists with the rows along their first axis"
+)
+
+_NAMES = (
+    "poisson_sampling=True draws samples by their numbers, and the data set ({kind}) has no sample "
+    "{row}. If its keys are names, pass torch.utils.data.Subset(dataset, list_of_names)"
+)
+_NONE = (
+    "{kind}.__getitems__ of the data set raises an error for an empty list of numbers, which Poisson "
+    "sampling draws at times. Let it return an empty list"
+)
+
+
+def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = True) -> None:
+    """Refuse a collate function, or a data set's __getitems__, that may change the order of rows.
+
+    A few rows are read and collated in three orders, with the same random numbers.
+
+    Args:
+        rows: those that may be drawn.
+        batch_first: rows lie along axis 0; else along axis 0 or 1.
+
+    Raises:
+        ArgumentError: the batches are not the same rows in these orders, or it cannot be told.
+    """
+    dataset, collate = loader.dataset, loader.collate_fn
+    while isinstance(collate, EmptyBatches):  # of a Poisson loader, around the user's own
+        collate = collate.wrapped_collator_fn or list
+    collate = plain_collate(without_empty(collate))
+    if collate is default_collate and not _reads_at_once(dataset):
+        return
+    n = min(len(rows), _MOST)
+    chosen = [rows[i * (len(rows) - 1) // max(n - 1, 1)] for i in range(n)]
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(n, generator=generator, device="cpu").tolist()
+    name = f"collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
+    if _reads_at_once(dataset):
+        name = f"{type(dataset).__name__}.__getitems__, or {name},"
+    with generators_restored() as again:
+        read = _reader(dataset, chosen)
+        plain = list(_leaves(collate(read(range(n)))))
+        moved = 0
+        for order in ([*reversed(range(n))], shuffled):
+            again()
+            read = _reader(dataset, chosen) if _reads_at_once(dataset) else read
+            other = list(_leaves(collate(read(order))))
+            if len(other) != len(plain):
+                raise ArgumentError(f"{name} gives rows in another order{_WAY_OUT}")
+            moved += sum(
+                _follows(a, b, order, name, batch_first) for a, b in zip(plain, other, strict=True)
+            )
+        if not moved and n > 1:
+            raise ArgumentError(
+                f"it cannot be told whether {name} keeps the order of rows: nothing in its "
+                f"batch of {n} rows changes with them{_WAY_OUT}"
+            )
+
+
+def know_empty(loader: DataLoader, row: int) -> None:
+    """Let the collate function of a Poisson loader learn from a row what a batch looks like.
+
+    Raises:
+        ArgumentError: the data set has no samples by number, or draws may be empty, and no such batch
+            can be made.
+    """
+    collate, dataset = loader.collate_fn, loader.dataset
+    assert isinstance(collate, EmptyBatches)
+    with generators_restored():
+        try:
+            read, longer = _reader(dataset, [row]), None
+            batch = collate.collated(read([0]))
+            with suppress(Exception):
+                longer = collate.collated(read([0, 0]))
+            collate.learn(batch, 1, longer)
+        except Exception as error:  # of a row that cannot be read, the loader tells
+            if isinstance(error, KeyError) and error.args == (row,):
+                raise ArgumentError(_NAMES.format(kind=type(dataset).__name__, row=row)) from error
+        if not draws_none(loader.batch_sampler):
+            return
+        if collate.refusal is not None:
+            raise ArgumentError(collate.refusal)
+        if _reads_at_once(dataset):
+            try:
+                dataset.__getitems__([])  # type: ignore[attr-defined]
+            except Exception as error:  # whatever it raises
+                raise ArgumentError(_NONE.format(kind=type(dataset).__name__)) from error
+
+
+def try_collate(loader: DataLoader, rows: list[int]) -> None:
+    """Check what a Poisson loader's collate function makes of a few samples, before workers run it.
+
+    Raises:
+        BatchSizeError: it repeats or mixes them.
+    """
+    checked = getattr(loader.collate_fn, "checked", None)
+    if not isinstance(checked, CheckedCollate):
+        return
+    found: BatchSizeError | None = None
+    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+        items = _reader(loader.dataset, rows)(range(len(rows)))
+        try:
+            checked(items)
+        except BatchSizeError as error:
+            found = error
+    if found is not None:
+        raise found
+
+
+def _reads_at_once(dataset: Any) -> bool:
+    """Rows come from a method of the data set's own that is given all of them."""
+    if type(dataset) is Subset:
+        return _reads_at_once(dataset.dataset)
+    return bool(getattr(dataset, "__getitems__", None))
+
+
+def _reader(dataset: Any, chosen: list[int]) -> Any:
+    """Rows at given places among the chosen ones, read as a DataLoader reads them."""
+    if _reads_at_once(dataset):
+        return lambda order: dataset.__getitems__([chosen[i] for i in order])
+    kept = [dataset[row] for row in chosen]  # once: a data set may draw random numbers
+    try:
+        copy.deepcopy(kept)
+    except Exception:  # whatever their own classes raise: a row that holds a lock, a file, a graph
+        return lambda order: [dataset[chosen[i]] for i in order]
+    return lambda order: [copy.deepcopy(kept[i]) for i in order]  # a collator may take rows apart
+
+
+def _follows(a: Any, b: Any, order: list[int], name: str, batch_first: bool) -> bool:
+    """Whether a leaf changes with the order of rows, as it must; False if it is of no rows.
+
+    Raises:
+        ArgumentError: it changes otherwise.
+    """
+    for axis in (0,) if batch_first else (0, 1):
+        if _length(a, axis) == _length(b, axis) == len(order):
+            permuted = _at(a, order, axis)
+            if _same(permuted, b):
+                return not _same(a, b)
+    if not _same(a, b) or _length(a, 0) == len(order) > 1:
+        raise ArgumentError(
+            f"{name} does not keep the order of rows, or draws random numbers{_WAY_OUT}"
+        )
+    return False
+
+
+def _length(leaf: Any, axis: int) -> int:
+    if isinstance(leaf, Tensor):
+        return leaf.shape[axis] if leaf.dim() > axis else -1
+    return len(leaf) if isinstance(leaf, list) and not axis else -1
+
+
+def _at(leaf: Any, order: list[int], axis: int) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.index_select(axis, torch.tensor(order, dtype=torch.int64, device=leaf.device))
+    return [leaf[i] for i in order]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+    return type(a) is type(b) and bool(a == b)
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """Tensors, and lists of plain values, of a batch; arrays as tensors."""
+    if isinstance(batch, np.ndarray) and batch.dtype != object:
+        yield torch.from_numpy(np.array(batch)) if batch.dtype.kind in "biufc" else batch.tolist()
+    elif isinstance(batch, (Tensor, str, bytes, int, float, bool, type(None))):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, (list, tuple)):
+        if batch and all(isinstance(v, (str, bytes, int, float, bool, type(None))) for v in batch):
+            yield list(batch)
+        else:
+            for value in batch:
+                yield from _leaves(value)
+    else:
+        raise ArgumentError(
+            f"it cannot be told whether collate_fn keeps the order of rows in a {type(batch).__name__}"
+            f"{_WAY_OUT}"
+        )
+
+
+@contextmanager
+def generators_restored() -> Iterator[Any]:
+    """Gives what sets random numbers back to the block's start, as its end does."""
+    with set_aside():
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+        def again() -> None:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+        try:
+            yield again
+        finally:
+            again()

@@ -1,0 +1,116 @@
+"""A model's state as one process has it: what one number of ranks saved, another goes on from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fastclip.core.opacus_names import AbstractGradSampleHooks
+from fastclip.core.torch_names import tree_map
+from fastclip.distributed.processes import bare
+from fastclip.distributed.shards import let_go
+
+_WRAPPED = "_module."
+"""Before the keys of a model that make_private returned, as with Opacus."""
+
+
+def model_of(module: Any) -> nn.Module:
+    """The model itself, where `module` is the handle that make_private(wrap_model=False) returned."""
+    handle = isinstance(module, AbstractGradSampleHooks) and not isinstance(module, nn.Module)
+    return module._module if handle else module
+
+
+def as_alone(module: nn.Module) -> Any:
+    """What holds the state of a model with the keys and tensors that it has in one process.
+
+    Args:
+        module: private, as make_private returned it or in place; or not.
+    """
+    returned = isinstance(module, AbstractGradSampleModule)
+    model: Any = module._module if returned else module
+    if is_spread(model):
+        return _Gathered(module, dict(module.named_parameters(remove_duplicate=False)))
+    return module if bare(model) is model else _Alone(bare(model), _WRAPPED if returned else "")
+
+
+def optimizer_alone(optimizer: Any) -> Any:
+    """What holds the state of an optimizer as one process has it."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, DTensor) for p in held):
+        return optimizer
+    return _Gathered(optimizer, dict(enumerate(held)))
+
+
+def is_spread(model: nn.Module) -> bool:
+    """fully_shard has made shards of its parameters, which are shards again after this."""
+    return let_go(model)
+
+
+class Kept:
+    """A state that all ranks gather at once, for the first one to write."""
+
+    def __init__(self, of: Any, writes: bool, **options: Any) -> None:
+        self._state = of.gather(writes, **options)
+
+    def state_dict(self, **options: Any) -> Any:
+        return self._state
+
+
+class _Gathered:
+    """Of a model or an optimizer whose parameters are spread.
+
+    Args:
+        parameters: by what names their states: keys of a model, numbers of an optimizer.
+    """
+
+    def __init__(self, of: Any, parameters: dict[Any, Any]) -> None:
+        self._of, self._parameters = of, parameters
+
+    def gather(self, keeps: bool, **options: Any) -> dict[str, Any]:
+        """Whole tensors, on the CPU, if this rank `keeps` them. All ranks come here."""
+
+        def whole(x: Any) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            found = x.full_tensor()
+            return found.cpu() if keeps else None
+
+        found: dict[str, Any] = tree_map(whole, self._of.state_dict(**options))
+        return found
+
+    def load_state_dict(self, state: dict[str, Any], **options: Any) -> Any:
+        held = state.get("state") if "param_groups" in state else None
+        if held is None:
+            spread: Any = {key: self._spread(key, value) for key, value in state.items()}
+        else:
+            own = {
+                number: {name: self._spread(number, value) for name, value in values.items()}
+                for number, values in held.items()
+            }
+            spread = {**state, "state": own}
+        return self._of.load_state_dict(spread, **options)
+
+    def _spread(self, key: Any, value: Any) -> Any:
+        """`value`, spread as the parameter that it belongs to, if it has its shape."""
+        own = self._parameters.get(key)
+        if not isinstance(own, DTensor) or getattr(value, "shape", None) != own.shape:
+            return value
+        value = value.to(own.to_local().device)
+        return distribute_tensor(value, own.device_mesh, own.placements)
+
+
+class _Alone:
+    def __init__(self, model: nn.Module, prefix: str) -> None:
+        self._model, self._prefix = model, prefix
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:
+        return self._model.state_dict(prefix=self._prefix, **options)
+
+    def load_state_dict(self, state: dict[str, Any], **options: Any) -> Any:
+        bare_keys = {key.removeprefix(self._prefix): value for key, value in state.items()}
+        if not bare_keys.keys() & self._model.state_dict().keys():  # as Opacus saves DPDDP
+            bare_keys = {key.removeprefix("module."): value for key, value in bare_keys.items()}
+        return self._model.load_state_dict(bare_keys, **options)

@@ -1,0 +1,244 @@
+"""Which processes train a model: one, or ranks (DistributedDataParallel, FSDP2); others are refused.
+
+Processes that know nothing of each other would each clip their own rows, add their own noise and step
+their own copy of the weights: the copies drift apart, and each is accounted for as if it were alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fastclip.core.torch_names import running_ddp
+from fastclip.distributed.ranks import Ranks
+from fastclip.errors import ArgumentError, GraphError, UnsupportedLayerError
+
+_WAY_OUT = (
+    "wrap the whole model in torch.nn.parallel.DistributedDataParallel, or call fully_shard on it, "
+    "before make_private, or train in one process without a process group"
+)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Without torch.compile's wrapper (known by name: dynamo need not be imported)."""
+    while is_compiled(model):
+        model = model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is torch.compile's wrapper."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel (torch's or Opacus') wraps; itself without one."""
+    return model.module if isinstance(model, (DDP, DPDDP)) else model  # type: ignore[return-value]
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The ranks that train a model that is wrapped for them; None where it is trained in one process.
+
+    Raises:
+        UnsupportedLayerError, GraphError: for other ways to train in several processes, naming the
+            part and the way out. Nothing is changed.
+    """
+    if isinstance(inner := uncompiled(model), FSDPModule):
+        model = inner
+    check_set_up(model)
+    if bare(model) is model and not isinstance(model, FSDPModule):
+        return None
+    group = model.process_group if isinstance(model, DDP) else distributed.group.WORLD
+    return Ranks(model, group)
+
+
+def ranks_of_opacus(model: nn.Module) -> Ranks | None:
+    """The ranks that train a model together in one of Opacus' modes, whose optimizers send the sums.
+
+    Raises:
+        GraphError: several processes, and none of Opacus' wrappers around the model.
+        UnsupportedLayerError: as `check_shards`.
+    """
+    sharded = isinstance(model, FSDPModule)
+    if not sharded and not isinstance(model, (DDP, DPDDP)):
+        spread = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
+        if not spread:
+            check_processes(None)
+        return None
+    if distributed.get_world_size() == 1:
+        return None
+    if sharded:
+        check_shards(model, follows=False)
+    return Ranks(model, distributed.group.WORLD, follows=False)
+
+
+def check_who_writes(ranks: Ranks | None, call: str) -> None:
+    """Raises: ArgumentError: several processes, and no ranks that are known to train together."""
+    if ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if (world := distributed.get_world_size()) > 1:
+        raise ArgumentError(
+            f"this process group has {world} processes, and {call} does not know which of them "
+            "train together, and so who writes: call make_private first, in the fast mode"
+        )
+
+
+def refuse(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """As an ExitStack calls it: after an error this process cannot train, and nobody waits for it."""
+    if ranks is not None and isinstance(error, Exception):
+        ranks.refuse(error)
+
+
+def check_set_up(model: nn.Module) -> None:
+    """Refuse several processes in a way that is not followed: a part wrapped, sharded, no wrapper.
+
+    Raises:
+        UnsupportedLayerError, GraphError: naming the part and the way out.
+    """
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, (DDP, DPDDP)) and module is not model:
+            raise UnsupportedLayerError(
+                f"{where} is wrapped for several processes, but not the model that it is a part of, "
+                f"whose other parameters would drift apart; {_WAY_OUT}"
+            )
+        if isinstance(module, FSDP):
+            raise UnsupportedLayerError(
+                f"{where} is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters hide "
+                "the layers' own; use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        if isinstance(module, FSDPModule) and not isinstance(model, FSDPModule):
+            raise UnsupportedLayerError(
+                f"{where} is sharded, but not the model that it is a part of; call fully_shard on the "
+                "model itself, after its parts, and pass that to make_private"
+            )
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedLayerError(
+                f"{where} copies the model to several devices, where no copy's contributions are "
+                "gathered; pass the model that it wraps, on one device"
+            )
+    for option in ("static_graph", "mixed_precision"):
+        if getattr(model, option, None) and isinstance(model, DDP):
+            raise UnsupportedLayerError(
+                f"DistributedDataParallel(..., {option}=...) acts on gradients that a private model "
+                f"does not leave; omit {option} (torch.autocast serves for mixed precision)"
+            )
+    if isinstance(model, FSDPModule):
+        check_shards(model)
+        return
+    spread = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if spread:
+        raise UnsupportedLayerError(
+            f"parameters {spread} are spread over processes in another way than fully_shard's (tensor "
+            f"or pipeline parallelism), of which no process knows a whole layer; {_WAY_OUT}"
+        )
+    if bare(model) is model:
+        check_processes(None)
+
+
+def check_shards(model: nn.Module, *, follows: bool = True) -> None:
+    """Every trained parameter is spread by fully_shard alone, over all processes, on their device.
+
+    Args:
+        follows: as of `Ranks`. Opacus' code may keep parameters on another device, and takes no
+            replicas of a shard: each would get noise of its own.
+
+    Raises:
+        UnsupportedLayerError: naming the parameter and the way out.
+    """
+    world = distributed.get_world_size()
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            if p.requires_grad:
+                raise UnsupportedLayerError(
+                    f"parameter {name!r} is trained, but fully_shard does not hold it (ignored_params), "
+                    "so it would drift apart; let fully_shard hold it, or freeze it"
+                )
+            continue
+        mesh, kinds = p.device_mesh, [type(kind) for kind in p.placements]
+        if kinds not in ([Shard], [Replicate, Shard]):
+            raise UnsupportedLayerError(
+                f"parameter {name!r} lies on its processes as {p.placements}, but fully_shard alone "
+                "gives (Shard,), or (Replicate, Shard); leave out tensor, pipeline and context "
+                "parallelism"
+            )
+        if kinds[0] is Replicate and not follows:
+            raise UnsupportedLayerError(
+                f"parameter {name!r} lies on its processes as {p.placements}, and "
+                "grad_sample_mode='ghost_fsdp' would add other noise to each replica, so that they "
+                "drift apart; give fully_shard a mesh of one axis, or omit grad_sample_mode"
+            )
+        if mesh.size() != world:
+            raise UnsupportedLayerError(
+                f"parameter {name!r} is spread over {mesh.size()} processes of {world}; give "
+                "fully_shard a mesh of all of them"
+            )
+        if follows and p.to_local().device.type != mesh.device_type:
+            raise UnsupportedLayerError(
+                f"parameter {name!r} is kept on the {p.to_local().device.type} while its layer computes "
+                f"on {mesh.device_type} (CPUOffloadPolicy), which is not followed; omit offload_policy"
+            )
+
+
+def refuse_replicas() -> NoReturn:
+    """Called where nn.DataParallel copies a private model to another device."""
+    raise GraphError(
+        "nn.DataParallel would run copies of the private model on several devices, where no copy's "
+        "contributions are gathered; train the private model itself, on one device"
+    )
+
+
+def hold_back(ranks: Ranks | None) -> None:
+    """DistributedDataParallel reduces nothing while its model is private.
+
+    Its reducer would wait for gradients that never come, or send what nobody has clipped; buffers
+    that it sends in a forward pass would meet another rank in the middle of something else.
+    """
+    if ranks is not None and isinstance(ranks.wrapper, DDP):
+        ranks.wrapper.require_backward_grad_sync = False
+        ranks.wrapper.require_forward_param_sync = False
+
+
+def reduce_again(model: nn.Module) -> None:
+    """The model is ordinary again."""
+    if isinstance(model, DDP):
+        model.require_backward_grad_sync = True
+        model.require_forward_param_sync = True
+
+
+def check_processes(ranks: Ranks | None) -> None:
+    """Refuse to run where other processes train along than those that are known.
+
+    Asks nothing but torch.distributed's state.
+
+    Raises:
+        GraphError: with the way out.
+    """
+    wrapper = running_ddp()
+    if wrapper is not None and (ranks is None or wrapper is not ranks.wrapper):
+        raise GraphError(
+            f"the private model runs inside {type(wrapper).__name__}, which was not there at "
+            f"make_private and gathers nothing of it; {_WAY_OUT}"
+        )
+    if ranks is not None:
+        if getattr(ranks.wrapper, "require_backward_grad_sync", False):
+            raise GraphError(
+                "DistributedDataParallel is set to reduce gradients (require_backward_grad_sync), "
+                "which are not clipped; leave it as make_private has set it"
+            )
+        return
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    world = distributed.get_world_size()
+    if world > 1:
+        raise GraphError(
+            f"this process group has {world} processes, but this model is trained in one: each would "
+            "train a model of its own, apart from the others and accounted for as if it were alone; "
+            f"{_WAY_OUT}"
+        )

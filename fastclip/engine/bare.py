@@ -1,0 +1,286 @@
+"""Which layers of a model are bare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip.backward import bare as backward_bare
+from fastclip.backward import python_nodes
+from fastclip.backward.bare import BareLayers, Left, LinearStack, Listed
+from fastclip.backward.layer_function import Call, LayerBackward
+from fastclip.backward.state import BookKeeper
+from fastclip.backward.tapped import Layer, what_lists
+from fastclip.engine.interception import Handle
+from fastclip.ops.planner import Choice
+from fastclip.rules.conv import ConvRule, geometry_of, zeros_around
+from fastclip.rules.embedding import ONLY_PLAIN, EmbeddingRule, padding_of
+from fastclip.rules.linear import LinearRule, TransposedLinearRule, by_position
+from fastclip.rules.norm import GroupNormRule, LayerNormRule, RMSNormRule
+from fastclip.rules.records import BiasRecord, KeptRecord, LinearRecord, written_to
+from fastclip.samples.batch_axis import Place
+from fastclip.samples.layout import BatchLayout
+
+# -------------------------------------------------------------------------------------------------
+# What bare layers have listed in a backward pass becomes records, when the pass ends.
+
+
+_ROWS = Place(0)
+_MOST = 32
+"""Endings that are remembered."""
+_KIND = attrgetter("shape", "dtype", "device")
+NORMS: dict[Any, int] = {type(rule): k for k, rule in enumerate(python_nodes.NORMS)}
+"""Rules of layers that normalise, and the numbers that nodes have for them."""
+LINEAR: dict[Any, bool] = {LinearRule: False, TransposedLinearRule: True}
+"""Rules of linear layers that may be bare, and whether their weights are transposed."""
+
+
+def settle(keeper: BookKeeper, listed: Listed) -> None:
+    """Take what nodes have listed in the pass that ends.
+
+    Raises:
+        GraphError: what layers were given has changed since.
+    """
+    bare = keeper.bare
+    numbers, forwards, inputs, gradients, weights, biases, _, written = listed
+    if written:
+        raise written_to()
+    firsts = {own: k for k, own in reversed([*enumerate(map(id, forwards))])}
+    for k in sorted(firsts.values()):
+        keeper.admit(bare.layers[numbers[k]][0].path, forwards[k], len(gradients[k]))
+    others = frozenset(keeper.current.others())
+    kinds = [None if x is None else _KIND(x) for x in inputs]  # none where its weight is frozen
+    key = (
+        tuple(numbers), tuple(kinds), tuple(map(_KIND, gradients)),
+        tuple(map(id, weights)), tuple(map(id, biases)), keeper.units is None, others,
+        ops.computes_reference(gradients[0]),
+    )  # fmt: skip
+    ending = bare.endings.get(key)
+    if ending is None:
+        if len(bare.endings) == _MOST:
+            bare.endings.clear()
+        ending = bare.endings[key] = _Ending(keeper, listed, others)
+    ending.run(keeper, listed)
+
+
+@dataclass
+class _Group:
+    """Linear layers whose norms follow from inputs and output gradients, both of which are held.
+
+    Attributes:
+        single: they have one position each. stacked: a CPU takes their norms at once; on a GPU
+            kernels take those of all records. layers: which of those that are listed.
+    """
+
+    single: bool
+    stacked: bool
+    layers: list[int] = field(default_factory=list)
+    transposed: list[bool] = field(default_factory=list)
+
+
+class _Ending:
+    """How a pass ends that has listed certain layers, of tensors of certain kinds.
+
+    Args:
+        others: ids of parameters to which something else contributes.
+    """
+
+    def __init__(self, keeper: BookKeeper, listed: Listed, others: frozenset[int]) -> None:
+        numbers, _, inputs, gradients, weights, biases, *_ = listed
+        self._groups: dict[Hashable, _Group] = {}
+        self._rest: list[int] = []
+        """What is taken one by one, in this order."""
+        self._alone: set[int] = set()
+        """Whose parameters have no other use."""
+        noted: dict[tuple[str, tuple, Choice], list[str]] = {}
+        uses = Counter(id(p) for p in (*weights, *biases) if p is not None)
+        uses.update(others)
+        for k, number in enumerate(numbers):
+            handle, _ = keeper.bare.layers[number]
+            rule, x, g = handle.rule, inputs[k], gradients[k]
+            own = [uses[id(p)] for p in (weights[k], biases[k]) if p is not None]
+            alone = keeper.units is None and set(own) == {1} and weights[k] is not None
+            if alone:
+                self._alone.add(k)
+            if type(rule) not in LINEAR or not alone:
+                self._rest.append(k)
+                continue
+            b, t, d = x.shape[0], torch.Size(x.shape[1:-1]).numel(), x.shape[-1]
+            choice = keeper.planner.linear(
+                b, t, d, g.shape[-1], x.element_size(), True, x.device
+            )  # fmt: skip
+            if not (choice.ghost and b and t):
+                self._rest.append(k)
+                continue
+            kind = t == 1, ops.computes_reference(x), g.dtype
+            group = self._groups.setdefault(kind, _Group(*kind[:2]))
+            group.layers.append(k)
+            group.transposed.append(LINEAR[type(rule)])
+            noted.setdefault((rule.name, (b, t, d), choice), []).append(handle.path)
+        self._noted = noted
+
+    def run(self, keeper: BookKeeper, listed: Listed) -> None:
+        """Make records of what was listed."""
+        numbers, forwards, inputs, gradients, weights, biases, extras, _ = listed
+        for (name, shape, choice), paths in self._noted.items():
+            keeper.plan_log.note_all(paths, name, shape, choice)
+        keep = keeper.current.keep
+        for k in self._rest:
+            left = (
+                numbers[k], forwards[k], inputs[k], gradients[k], weights[k], biases[k], extras[k],
+            )  # fmt: skip
+            _record(keeper, left, keep if k in self._alone else partial(_keep, keeper))
+        for group in self._groups.values():
+            a, g = ([_flattened(side[k]) for k in group.layers] for side in (inputs, gradients))
+            own, biases_of = ([side[k] for k in group.layers] for side in (weights, biases))
+            if group.stacked:
+                stack = LinearStack(group.single, own, a, g, group.transposed)
+                keeper.current.take_together(stack, stack.norms())
+                for bias, rows in zip(biases_of, g, strict=True):
+                    if bias is not None:
+                        keep(bias, rows if rows.dim() == 2 else ops.wide_sum(rows, 1))
+                continue
+            for weight, bias, *pair, turned in zip(
+                own, biases_of, a, g, group.transposed, strict=True
+            ):
+                record = LinearRecord(*map(by_position, pair), transposed=turned)
+                if bias is not None:
+                    keeper.record(bias, BiasRecord(record))
+                keeper.record(weight, record)
+
+
+def _keep(keeper: BookKeeper, parameter: nn.Parameter, gradients: Tensor) -> None:
+    keeper.record(parameter, KeptRecord(gradients))
+
+
+def _flattened(x: Tensor) -> Tensor:
+    """x [b, ..., n] as [b, t, n], or as it is if it is [b, n]."""
+    return x if x.dim() <= 3 else x.flatten(1, -2)
+
+
+def _record(keeper: BookKeeper, left: Left, keep: Callable[[nn.Parameter, Tensor], None]) -> None:
+    """Take what one layer has left.
+
+    Args:
+        keep: takes gradients of samples.
+    """
+    number, _, x, g, weight, bias, _ = left
+    if type(keeper.bare.layers[number][0].rule) not in NORMS:
+        take(keeper.bare, left)
+        return
+    for parameter, gradients in ((weight, x), (bias, g)):
+        if parameter is not None:
+            keep(parameter, gradients)
+
+
+def take(bare: BareLayers, left: Left) -> None:
+    """Let a layer's rule make records of what it has left."""
+    number, forward, x, g, weight, bias, extra = left
+    handle, module = bare.layers[number]
+    wanted = {n: p for n, p in (("weight", weight), ("bias", bias)) if p is not None}
+    call = Call(handle, module, forward, _ROWS, extra, wanted)
+    LayerBackward(call, (x, None), g, False, wanted).run()
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+_SETTINGS: dict[Any, tuple[str, ...]] = {
+    LayerNormRule: ("normalized_shape", "eps"),
+    RMSNormRule: ("normalized_shape", "eps"),
+    GroupNormRule: ("num_groups", "eps"),
+    EmbeddingRule: ("padding_idx", *ONLY_PLAIN),
+    ConvRule: ("stride", "padding", "dilation", "groups", "padding_mode"),
+}
+"""Attributes of a layer by which it computes."""
+
+
+def may_be_bare(bare: BareLayers, handles: Mapping[nn.Module, Handle]) -> None:
+    """The model's layers with rules may be bare."""
+    bare.layers = [
+        (handle, module) for module, handle in handles.items() if handle.rule is not None
+    ]
+    bare.plans, bare.settles, bare.takes = plan, settle, take
+
+
+def plan(bare: BareLayers, layout: BatchLayout) -> None:
+    """Choose the layers that are bare in calls of this layout."""
+    bare.paths = []
+    bare.endings.clear()
+    for number, (handle, module) in enumerate(bare.layers):
+        handle.bare = (
+            _slot(bare, number, backward_bare.nodes) if _is_bare(handle, module, layout) else None
+        )
+        if handle.bare is None:
+            continue
+        bare.paths.append(handle.path)
+        if number not in bare.known:
+            bare.known.add(number)
+            own = (p for p in module._parameters.values() if p is not None)
+            bare.parameters += [p for p in own if p in handle.keeper.names]
+            bare.modules.setdefault(type(module), []).append(module)
+    bare.tapped.plan(dict(_tapped(bare)))
+
+
+def _tapped(bare: BareLayers) -> Iterator[tuple[int, Layer]]:
+    """Those whose calls may be given taps, and what is known of them."""
+    for number, (handle, module) in enumerate(bare.layers):
+        slot = None if handle.bare is None else _slot(bare, number, python_nodes)
+        weight = module._parameters.get("weight")
+        if slot is None or weight is None:
+            continue
+        if isinstance(slot, python_nodes.Conv) and not weight.requires_grad:
+            continue  # its output's size does not follow from that of its input
+        bias = module._parameters.get("bias")
+        yield number, Layer(number, slot, module, weight, bias, what_lists(slot), handle.key)
+
+
+def _is_bare(handle: Handle, module: nn.Module, layout: BatchLayout) -> bool:
+    path, keeper, place = handle.path, handle.keeper, layout.places.get(handle.path)
+    placed = place is not None and place.plain and not place.axis and path in layout.met
+    if handle.scopes or layout.returns or layout.by_values:
+        return False
+    own = [p for p in module._parameters.values() if p is not None]
+    plain = all(type(p) is nn.Parameter and (p in keeper.names or not p.requires_grad) for p in own)
+    return (
+        plain
+        and placed
+        and path not in layout.open
+        and module._parameters.get("weight") is not None
+    )
+
+
+def _slot(bare: BareLayers, number: int, nodes: Any) -> Any:
+    """What calls a layer's node, of these; None of a layer that has none."""
+    handle, module = bare.layers[number]
+    rule, held, parameters = type(handle.rule), module.__dict__, module._parameters
+    weight = parameters["weight"]
+    assert weight is not None
+    settings = {name: held[name] for name in _SETTINGS.get(rule, ()) if name in held}
+    if len(settings) < len(_SETTINGS.get(rule, ())):
+        return None
+    assert bare.slots is not None
+    given = bare.slots, number, parameters, settings
+    # A gradient that is kept takes the place of its operands at once.
+    at_once = handle.keeper.plan_log.method(handle.path) == "keep"
+    if rule in LINEAR:
+        return nodes.Linear(*given, at_once, LINEAR[rule])
+    if rule is ConvRule and (padding := zeros_around(module)) is not None:
+        geo = geometry_of(module, padding)
+        return nodes.Conv(*given, geo, at_once, geo.stride, geo.padding, geo.dilation, geo.groups)
+    # A kernel may serve the forward pass of GroupNorm on a GPU: its nodes are for a CPU.
+    if rule in NORMS and (rule is not GroupNormRule or ops.computes_reference(weight)):
+        shape, eps = settings.get("normalized_shape"), settings["eps"]
+        return nodes.Norm(*given, NORMS[rule], shape or [settings["num_groups"]], eps)
+    if rule is EmbeddingRule and not any(settings[name] for name in ONLY_PLAIN):
+        row = padding_of(module)
+        return nodes.Lookup(*given, row, -1 if row is None else row)
+    return None

@@ -1,0 +1,291 @@
+"""Before training: what will be trained, what is slow, and which traps a set-up shows.
+
+Nothing here looks at data or changes the model: layers are matched with their rules on a copy without
+memory (the meta device).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
+
+from fastclip.backward.guards import untrained
+from fastclip.backward.loss import check_coupling, check_criterion
+from fastclip.backward.state import BookKeeper
+from fastclip.clipping import dp_sgd
+from fastclip.data.design import SamplingDesign
+from fastclip.data.plan import Request, plan_sampling
+from fastclip.distributed.processes import check_set_up
+from fastclip.distributed.shards import check_whole
+from fastclip.engine.interception import ATTRIBUTE
+from fastclip.engine.model import FastGradSampleModule
+from fastclip.engine.own_forward import check_copied
+from fastclip.engine.validation import check_inner_step, check_module, check_optimizer
+from fastclip.errors import ArgumentError, FastclipError
+from fastclip.ops.planner import PlanRow
+from fastclip.rules.recompute import ReplayUse
+
+_BROADCAST = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an explanation is asked about: the arguments of make_private that matter for traps."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    data_loader: DataLoader | None = None
+    criterion: Any = None
+    delta: float | None = None
+    loss_reduction: str = "mean"
+    secure_mode: bool = False
+    batch: Any = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """poisson_sampling, sample_rate, expected_batch_size, unit_ids, ..."""
+
+    def design(self) -> SamplingDesign:
+        """How its rows would be drawn.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: they would not.
+        """
+        assert self.data_loader is not None
+        request = Request(**self.sampling)
+        return plan_sampling(self.data_loader, request, secure=self.secure_mode).design
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `engine.explain` found; `print` it."""
+
+    rows: tuple[PlanRow, ...]
+    """The layers that are trained, with their rules."""
+    trained: int
+    """Number of trained parameters (entries, not tensors)."""
+    frozen: dict[str, int]
+    """Paths of frozen layers, and their parameters."""
+    refused: tuple[str, ...]
+    """Why make_private would refuse, one sentence each; or why that cannot be told."""
+    traps: tuple[str, ...]
+    """What would be trained, but not as one might think."""
+    looks: tuple[str, ...] = ()
+    """What it costs to find the samples in the batch that was given."""
+
+    @property
+    def slow(self) -> tuple[str, ...]:
+        """Paths of layers without a rule of their own."""
+        return tuple(row.path for row in self.rows if row.rule == ReplayUse.name)
+
+    def __str__(self) -> str:
+        frozen = sum(self.frozen.values())
+        lines = [f"trained: {self.trained:,} parameters in {_layers(len(self.rows))}"]
+        width = max((len(row.path) for row in self.rows), default=0)
+        lines += [f"  {row.path or '(root)':<{width}}  {row.rule}" for row in self.rows]
+        lines.append(f"frozen: {frozen:,} parameters in {_layers(len(self.frozen))}, at no cost")
+        sections = {
+            "slow (no rule of their own: their forward is computed again, sample by sample)": self.slow,
+            "refused": self.refused,
+            "traps": self.traps,
+        }
+        for title, entries in sections.items():
+            lines.append(f"{title}: none" if not entries else f"{title}:")
+            lines += [f"  - {entry}" for entry in entries]
+        return "\n".join([*lines, *self.looks])
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
+
+
+def explain(setup: Setup) -> Explanation:
+    """Look at a set-up; see `FastPrivacyEngine.explain`.
+
+    Raises:
+        ArgumentError: for a model that is private, or spread over ranks, already.
+    """
+    if any(ATTRIBUTE in module.__dict__ for module in setup.module.modules()):
+        raise ArgumentError(
+            "explain expects the model before make_private; engine.plan() shows a private one's layers"
+        )
+    check_whole(setup.module, "explain looks at copies of its modules; call it before fully_shard")
+    owned = _optimized(setup)
+    trained = {p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in owned}
+    rows, refused = _dry_run(setup.module, set(trained.values()))
+    looks: tuple[str, ...] = ()
+    if setup.batch is not None and not refused:
+        rows, looks, refused = _look(setup, set(trained.values()))
+    refused = (*_refused_around(setup), *refused)
+    frozen = {}
+    for path, module in setup.module.named_modules():
+        still = [p for p in module.parameters(recurse=False) if p not in trained]
+        if still:
+            frozen[path] = sum(_size(p) for p in still)
+    return Explanation(
+        rows, sum(_size(p) for p in trained), frozen, refused, tuple(_traps(setup, owned)), looks
+    )
+
+
+def _optimized(setup: Setup) -> set[nn.Parameter]:
+    if setup.optimizer is None:
+        return set(setup.module.parameters())
+    return {p for group in setup.optimizer.param_groups for p in group["params"]}
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
+
+
+def _refused_around(setup: Setup) -> Iterator[str]:
+    """What make_private would refuse for other reasons than the model's layers."""
+    checks: list[Callable[[], Any]] = [lambda: check_set_up(setup.module)]
+    if setup.optimizer is not None:
+        checks.append(lambda: check_inner_step(setup.optimizer))
+        checks.append(lambda: check_optimizer(setup.module, setup.optimizer))
+    if setup.criterion is not None:
+        checks.append(lambda: check_criterion(setup.criterion, setup.loss_reduction, setup.module))
+        checks.append(lambda: check_coupling(setup.criterion))
+    if setup.data_loader is not None:
+        checks.append(setup.design)
+    for check in checks:
+        try:
+            check()
+        except FastclipError as error:
+            yield str(error)
+
+
+def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
+    """The layers' rules, and what make_private would refuse."""
+    refused = []
+    if not model.training:
+        refused.append(
+            "the model is in eval mode, and make_private expects training mode: model.train()"
+        )
+    for path, module in model.named_modules():
+        alone = copy.copy(module)
+        alone._modules = {}
+        try:
+            check_module(alone)
+        except Exception as error:
+            refused.append(str(error).replace("the model", path, 1) if path else str(error))
+    if refused:
+        return (), tuple(refused)
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        bare = copy.deepcopy(model, memo)
+        check_copied(bare)
+    except Exception as error:
+        return (), (f"the model cannot be copied, so its layers were not looked at: {error}",)
+    names = {p: n for n, p in bare.named_parameters() if n in trained}
+    for p in bare.parameters():
+        p.requires_grad_(p in names)
+    keeper = BookKeeper(names, dp_sgd(), 1.0, mean_loss=True, batch_axis=0)
+    try:
+        FastGradSampleModule(bare, keeper=keeper, batch_first=True, loss_reduction="mean")
+    except Exception as error:
+        refused.append(str(error))
+    return keeper.plan_log.plan().rows, tuple(refused)
+
+
+def _look(
+    setup: Setup, trained: set[str]
+) -> tuple[tuple[PlanRow, ...], tuple[str, ...], tuple[str, ...]]:
+    """The rules of layers and uses, what the look costs, what is refused; of a copy of the model."""
+    model = copy.deepcopy(setup.module)
+    names = {p: n for n, p in model.named_parameters() if n in trained}
+    for p in model.parameters():
+        p.requires_grad_(p in names)
+    mean = setup.loss_reduction == "mean"
+    keeper = BookKeeper(names, dp_sgd(), 1.0, mean_loss=mean, batch_axis=0)
+    private = FastGradSampleModule(
+        model, keeper=keeper, batch_first=True, loss_reduction=setup.loss_reduction
+    )
+    batch, refused = setup.batch, []
+    try:
+        with torch.enable_grad():
+            if isinstance(batch, Mapping):
+                private(**batch)
+            else:
+                private(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+    except Exception as error:
+        refused.append(str(error))
+    plan = keeper.plan_log.plan(keeper.calls.looks)
+    return plan.rows, tuple(plan.looks), tuple(refused)
+
+
+def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
+    missing = [n for n, p in setup.module.named_parameters() if p.requires_grad and p not in owned]
+    if missing:
+        yield untrained(missing)
+    if not setup.secure_mode:
+        yield (
+            "noise comes from a generator that can be seeded: fine for experiments; use "
+            "FastPrivacyEngine(secure_mode=True) for a model that leaves your hands"
+        )
+    if setup.data_loader is not None:
+        yield from _paired_rows(setup, setup.data_loader)
+        yield from _loader_traps(setup, setup.data_loader)
+
+
+def _paired_rows(setup: Setup, loader: DataLoader) -> Iterator[str]:
+    """Outputs [b, 1] beside targets [b], as far as shapes tell: no row is looked at."""
+    tensors: Any = getattr(loader.dataset, "tensors", ())
+    layers = [layer for layer in setup.module.modules() if isinstance(layer, nn.Linear)]
+    if not layers or layers[-1].out_features != 1 or len(tensors) < 2:
+        return
+    target = tensors[-1]
+    broadcasts = setup.criterion is None or isinstance(setup.criterion, _BROADCAST)
+    if broadcasts and target.dim() == 1 and target.is_floating_point():
+        yield (
+            "the model's outputs are [b, 1] and the targets [b]: mse_loss, l1_loss and huber_loss, or a "
+            "difference, pair every row with every other's target, so that its gradient depends on the "
+            "others and the guarantee does not hold; take model(x).squeeze(1), or targets of [b, 1]"
+        )
+
+
+def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
+    try:
+        design = setup.design()
+    except FastclipError:
+        return  # told among what is refused
+    n, unit, B = design.units, design.unit, design.expected_batch_size
+    if setup.delta is not None and n and setup.delta > 1 / n:
+        yield (
+            f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}: a mechanism that publishes "
+            f"a random patient's {unit} outright would satisfy it; choose delta well below 1 / N"
+        )
+    if not design.public and n:
+        yield (
+            f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}: epsilon "
+            f"takes N for public, and protects what a {unit} holds, not whether it is there; pass "
+            "sample_rate= and expected_batch_size= that do not depend on the data to protect both"
+        )
+    if not setup.sampling.get("poisson_sampling", True):
+        yield (
+            "poisson_sampling=False: every row is in every pass, so that sampling protects nobody: a "
+            "pass is accounted as one step of q = 1, and epsilon is far larger; omit it"
+        )
+        size = loader.batch_size
+        if size and n % size and not loader.drop_last:
+            yield (
+                f"the last batch has {n % size} rows, but its sum is divided by the expected "
+                f"{B:g} like any other; drop_last=True leaves it out"
+            )
+        return
+    if loader.drop_last:
+        yield "drop_last=True has no meaning under Poisson sampling, whose batches vary in size"
+    if loader.batch_size and unit == "row" and loader.batch_size != B:
+        yield (
+            f"the expected batch size is {B:g}, not {loader.batch_size}: {n} rows drawn at "
+            f"q = {design.rate:.4g}"
+        )

@@ -1,0 +1,327 @@
+"""What happens around a module's forward: the root opens the pass; raw parameters are expanded."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fastclip.backward.guards import arm
+from fastclip.backward.state import BookKeeper
+from fastclip.core.autograd import fills_a_checkpoint
+from fastclip.core.compiler import disable_dynamo, graphs_made, pass_over
+from fastclip.core.torch_names import current_task
+from fastclip.distributed.ranks import whole
+from fastclip.engine.interception import ATTRIBUTE, Handle
+from fastclip.engine.own_forward import check_given, eagerly, enter, follow, has_more, left
+from fastclip.errors import GraphError
+from fastclip.rules.recurrent import sorted_by
+from fastclip.rules.routing import Routing
+from fastclip.samples.calls import FORWARD, Entered, Forward
+from fastclip.samples.inputs import tensors_of
+
+_NO_ROWS = "the batch has no rows, as Poisson draws have none at times: "
+_PLACEHOLDER = (
+    "pass rand_on_empty=True to make_private, which makes such a batch a placeholder row that "
+    "contributes nothing"
+)
+_TAKEN = "let the forward pass take 0 rows, x.flatten(1) where it was x.view(len(x), -1)"
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+def _tell(error: BaseException | None, rows: int | None) -> None:
+    """Add the way out to what a forward pass over no rows has raised."""
+    plain = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError)
+    if error is not None and plain and rows == 0 and len(error.args) == 1:
+        library = _library(error)
+        ways = (
+            f"{_PLACEHOLDER}, for {library} takes no 0 rows"
+            if library
+            else f"{_TAKEN}, or {_PLACEHOLDER}"
+        )
+        error.args = (f"{error} ({_NO_ROWS}{ways})",)
+
+
+def _library(error: BaseException) -> str:
+    """Whose installed code has failed, inside of which torch's or not; empty where it is a script's."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if name not in ("torch", "fastclip"):
+            found = name if frame.f_code.co_filename.startswith(_INSTALLED) else ""
+    return found
+
+
+@contextmanager
+def _way_out(rows: int | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the model raises
+        _tell(error, rows)
+        raise
+
+
+@pass_over
+def call_root(model: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Call a model whose forward may be private. What code of the user's does to its inputs before they
+    reach forward is a part of that."""
+    handle = model.__dict__.get(ATTRIBUTE)
+    if handle is None or not has_more(model):
+        return model(*args, **kwargs)
+    inner = partial(eagerly, MethodType(type(model).__call__, model))
+    return RootScope(whole=True).run(handle, model, inner, args, kwargs)
+
+
+class RootScope:
+    """The model's own forward: finds the batch size, and opens the pass where gradients come in.
+
+    Args:
+        whole: what runs around forward is watched, too.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        entered = self.enter(handle, module, inner, args, kwargs)
+        with entered:
+            out = inner(*entered.args, **entered.kwargs)
+        return entered.opening(out)
+
+    @disable_dynamo
+    def enter(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> RootCall:
+        """Everything before the model's forward; on its first training call, `inner` is probed."""
+        trace = handle.keeper.trace
+        try:
+            with trace.aside():
+                return self._entered(handle, module, inner, args, kwargs)
+        except BaseException:
+            trace.end()
+            raise
+
+    def _entered(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> RootCall:
+        keeper = handle.keeper
+        if keeper.calls.probe:
+            return RootCall(args, kwargs)
+        outermost, alone = not keeper.depth and torch.is_grad_enabled(), False
+        if outermost and current_task() != -1:
+            # without a pass nodes that were made while the model was paused may ask for their tensors
+            if not (keeper.running or keeper.paused or fills_a_checkpoint()):
+                raise GraphError(
+                    "the whole private model is recomputed inside a backward pass of its own "
+                    "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
+                    "checkpoint parts of the model"
+                )
+            # a recomputation: what it adds belongs to the running pass, if there is one
+            outermost, alone = False, not keeper.running
+        layout = keeper.calls.layout_of(FORWARD)
+        followed = partial(_followed, keeper, inner)
+        called = Entered(FORWARD, module, followed, args, kwargs)
+        if outermost:
+            if not (self._whole or keeper.paused):
+                check_given(handle.path, module, args, kwargs)
+            keeper.check_unchanged()
+            due = keeper.calls.due(layout, called)
+            with whole(keeper.clipping.ranks, due):
+                if due:
+                    with _way_out(layout.batch_size(args, kwargs)):
+                        keeper.calls.learn(layout, called)
+            arm(keeper)
+            if layout.by_values:
+                keeper.calls.traces(True)
+        batch = layout.batch_size(args, kwargs, begins=outermost)
+        if outermost and not keeper.paused and keeper.trace.wanted:
+            keeper.drop_stale()
+            given = layout.read(args, kwargs)
+            cuts = layout.cuts(given.way)
+            keeper.trace.forward(
+                given.leaves,
+                cuts,
+                batch,
+                flat=layout.flat,
+                proven=layout.proven,
+                asked=layout.asked,
+            )
+        inside = keeper.root_forward(batch, layout)
+        if alone:
+            inside = _both(inside, keeper.calls.intercepted(layout.proxied))
+        return RootCall(args, kwargs, keeper, inside, called if outermost else None)
+
+
+@contextmanager
+def _both(
+    inside: AbstractContextManager[Forward], noticing: AbstractContextManager[Any]
+) -> Iterator[Forward]:
+    """A recomputation outside any pass, in which parameters notice their uses as they did at first."""
+    with inside as forward, noticing:
+        yield forward
+
+
+def _followed(keeper: BookKeeper, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+    return follow("", keeper, inner, args, kwargs)
+
+
+class RootCall:
+    """One call of the model's own forward; without a book-keeper it is only passed on.
+
+    Its methods stay outside the code that torch.compile makes of the model.
+    """
+
+    def __init__(
+        self, args: tuple, kwargs: dict, keeper: BookKeeper | None = None,
+        inside: AbstractContextManager[Forward] | None = None, called: Entered | None = None,
+    ) -> None:  # fmt: skip
+        self.args, self.kwargs = args, kwargs
+        self._keeper, self._called = keeper, called
+        self._inside = inside or nullcontext(Forward(None))
+        self._forward = self._inside.__enter__()
+        self._routing: Routing | None = None
+        self._graphs: int | None = None
+        """Graphs of torch.compile's as the model's forward began, where it may make one."""
+        self.eager = False
+        """Parameters are used in the model's own code, which must not be compiled."""
+        if keeper is not None and called is not None:
+            layout = self._forward.layout
+            keeper.calls.begin(called, layout.proxied if layout is not None else ())
+            enter("", self._forward)
+            self.eager = layout is not None and "" in layout.users
+            called.forward = self._forward
+            if not (keeper.paused or keeper.trace.observing or keeper.calls.shards):
+                keeper.bare.begin(self._forward)
+            self._forward.inputs = (args, kwargs)
+            if self._forward.layout is not None and self._forward.layout.folds:
+                self._forward.lengths = self._forward.layout.lengths(args, kwargs)
+
+    @disable_dynamo
+    def may_be_traced(self) -> bool:
+        """Torch.compile may trace the model's forward this time."""
+        if self._keeper is None or self._called is None:
+            return True
+        self._graphs = graphs_made()
+        traced = self._keeper.bare.lays(tensors_of((self.args, self.kwargs)))
+        if not traced and self._called.following is None:
+            self._called.follow(eager=True)
+        return traced
+
+    @pass_over
+    def __enter__(self) -> RootCall:
+        return self
+
+    @disable_dynamo
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """The model's forward has returned, or failed; of a batch without rows the way out is told."""
+        if self._called is not None:
+            self._called.ran()
+            if self._keeper is not None:
+                self._keeper.bare.end()
+        _tell(error, self._forward.batch_size)
+        if self._called is not None:
+            if error is not None and self._keeper is not None:
+                self._keeper.trace.end()
+            _, self._routing = self._forward.inside.pop()
+        self._inside.__exit__(None, None, None)
+        if error is not None and self._forward.layout is not None:
+            self._forward.layout.ended()
+        if self._keeper is not None and self._called is not None:
+            self._keeper.calls.end(self._called)
+            if error is not None:
+                self._keeper.trace.end()
+
+    @disable_dynamo
+    def opening(self, out: Any) -> Any:
+        """The model's output, whose gradient opens the backward pass."""
+        if self._routing is not None:
+            out = left("", self._forward, self._routing, out)
+        if self._keeper is not None and self._called is not None and not self._keeper.paused:
+            hook = partial(self._keeper.open_pass, self._forward)
+            for tensor in tensors_of(out):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(hook)
+            out = self._checked(self._keeper, self._called, out)
+        return out
+
+    def _checked(self, keeper: BookKeeper, called: Entered, out: Any) -> Any:
+        called.compiles = self._graphs is not None and self._graphs != graphs_made()
+        try:
+            if not keeper.trace.proves(out):
+                keeper.calls.compare(called, keeper.trace.mixes)
+            out = keeper.calls.returned(called, out)
+        except BaseException:
+            keeper.trace.end()
+            raise
+        keeper.trace.returned(out, self._forward.batch_size)
+        return out
+
+
+class PartScope:
+    """A part of the model with parameters of its own: a script may call it by itself."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        keeper = handle.keeper
+        if keeper.depth:
+            return inner(*args, **kwargs)
+        if not (keeper.paused or keeper.calls.probe or keeper.recomputes):
+            check_given(handle.path, module, args, kwargs)
+        with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs) as returned:
+            return returned(inner(*args, **kwargs))
+
+
+class RecurrentScope:
+    """Opacus' recurrent layers: the rows of a PackedSequence are samples sorted by length."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        keeper = handle.keeper
+        if not isinstance(x, PackedSequence):
+            return inner(*args, **kwargs)
+        if keeper.calls.probe:  # its rows are sorted by length, and `row_order` says how
+            outside, keeper.calls.probe.trusted = keeper.calls.probe.trusted, True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                keeper.calls.probe.trusted = outside
+        forward, _ = keeper.layer_forward()
+        rows = int(x.batch_sizes[0])
+        order = x.sorted_indices
+        if order is None:
+            order = torch.arange(rows, device=x.data.device)
+        if forward.batch_size is None:
+            forward.batch_size = rows
+        forward.row_order = order
+        try:
+            with keeper.bare.aside():
+                return inner(*args, **kwargs)
+        finally:
+            forward.row_order = None
+
+
+class SortedScope:
+    """torch's recurrent layers: how the rows of a PackedSequence were sorted is known out here."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        before = sorted_by.set(x.sorted_indices if isinstance(x, PackedSequence) else None)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            sorted_by.reset(before)

@@ -1,0 +1,488 @@
+"""Swaps the forward of trainable layers for private autograd functions, and back.
+
+A layer keeps its class, its place and its parameters; only `forward` becomes a bound method of the
+module (not a closure: a deepcopy must use its own weights). The private function returns the
+input's gradient and no gradient for the parameters, whose contributions go to the book-keeper:
+autograd never computes an unclipped weight gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from itertools import count
+from types import FunctionType, MethodType
+from typing import Any, Protocol, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from fastclip.backward import tapped
+from fastclip.backward.guards import check_plain
+from fastclip.backward.layer_function import Call, PrivateLayer
+from fastclip.backward.state import BookKeeper
+from fastclip.core.compiler import disable_dynamo, ends_graph, is_compiled, is_exporting, pass_over
+from fastclip.core.system import no_memory
+from fastclip.core.torch_names import Native, plain_apply, unwrap_dead
+from fastclip.engine.own_forward import (
+    check_given,
+    eagerly,
+    exports_as_it_was,
+    follow,
+    give_back,
+    plain_forward,
+    replace,
+    run_plain,
+    shown_as,
+)
+from fastclip.errors import GraphError, StepError, UnsupportedLayerError, where
+from fastclip.rules import LayerRule
+from fastclip.rules.chance import leaves_of
+from fastclip.rules.derived import Derived, is_private
+from fastclip.samples.batch_axis import Place
+
+ATTRIBUTE = "_fastclip"
+_APPLY = plain_apply(PrivateLayer)
+_ROWS = Place(0)
+_KEYS = count(1)
+HOW_TO_REGISTER = (
+    "write its rule with @fastclip.rules.register_rule (examples/custom_layer.py), freeze it, or "
+    "replace it"
+)
+
+
+class Scope(Protocol):
+    """Something done around a module's forward: opening the root, expanding raw parameters."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        """Call `inner(*args, **kwargs)` with whatever the scope adds."""
+
+
+def not_pickled() -> StepError:
+    """The error of whoever pickles a private model."""
+    return StepError(
+        "a private model cannot be pickled: save fastclip.unwrap(model).state_dict(), or "
+        "engine.save_checkpoint(...) to go on from; to hand on the model itself, call "
+        "model.cleanup() first, and pickle fastclip.unwrap(model)"
+    )
+
+
+class Handle:
+    """What an intercepted module carries: its path, its rule, its scopes, its book-keeper."""
+
+    def __init__(self, path: str, keeper: BookKeeper) -> None:
+        self.path = path
+        self.keeper = keeper
+        self.rule: LayerRule | None = None
+        self.scopes: list[Scope] = []
+        self.bare: Callable[[Any, nn.Module], Tensor | None] | None = None
+        """Its call as one C++ node, where it may be; None of a call that may not."""
+        self.key = next(_KEYS)
+        """Of its calls where torch.compile traces them (`fastclip.backward.tapped`)."""
+        self.bypass = False
+        """Run the module as it was (while a rule calls it from inside)."""
+        self._found: tuple[list[tuple[str, nn.Parameter | None, bool]], dict[str, nn.Parameter]] = (
+            [],
+            {},
+        )
+        """What the module held when it was last looked through, and what `parameters` answered."""
+        self.checked: tuple[Any, Any] = None, None
+        """The answer whose parameters are known to be the model's own, and all of the model's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        memo[id(self)] = made = Handle.__new__(Handle)
+        made.__dict__.update(
+            copy.deepcopy({**self.__dict__, "bare": None, "key": next(_KEYS)}, memo)
+        )
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A pickled forward would be looked for in the layer's class, and not be found."""
+        raise not_pickled()
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The module's forward."""
+        if self.bypass:
+            return run_plain(module, *args, **kwargs)
+        if self.bare is not None and len(args) == 1 and not kwargs:
+            try:
+                out = self.bare(args[0], module)
+            except RuntimeError as error:  # the usual way says where
+                if no_memory(error):
+                    raise
+                out = None
+            if out is not None:
+                return out
+        run = self._followed if self.rule is None else self._private
+        if not self.scopes:
+            return run(module, *args, **kwargs)
+        inner: Callable = partial(run, module)
+        for scope in self.scopes:
+            inner = _Bound(scope, self, module, inner)
+        return inner(*args, **kwargs)
+
+    @cached_property
+    def inlined(self) -> Callable[..., Any]:
+        """Calls what it is given: here torch.compile begins to trace, which in functions of torch's
+        own modules (nn.Sequential's) it does not. It counts graphs by functions: each module has one."""
+        code = _run.__code__.replace(co_varnames=_run.__code__.co_varnames)
+        return FunctionType(code, globals(), f"run_{self.key}")
+
+    @property
+    def only_opens(self) -> bool:
+        """The model's own forward, around which nothing is done but to open the pass."""
+        return self.rule is None and len(self.scopes) == 1 and hasattr(self.scopes[0], "enter")
+
+    def _followed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return follow(self.path, self.keeper, plain_forward(module), args, kwargs)
+
+    def _private(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._run(module, args, kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # fastclip's own and the device's say where
+                raise
+            told = RuntimeError(f"{where(self.path, module)}: {error}")
+            raise told.with_traceback(error.__traceback__) from error.__cause__
+
+    def _run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        probe = self.keeper.calls.probe
+        if probe is None and torch.is_grad_enabled():
+            return apply_rule(self, module, args, kwargs)
+        plain = plain_forward(module)
+        if probe is None:
+            return plain(*args, **kwargs)
+        assert self.rule is not None
+        computed = any(type(p) is Derived for p in module._parameters.values())
+        if (
+            self.path in probe.layout.open
+            or computed  # torch.func.functional_call with weights of parameters' making
+            or any(map(is_private, (*args, *kwargs.values())))
+            or not probe.reaches(leaves_of((args, kwargs)))
+        ):
+            probe.layout.open.add(self.path)
+            probe.layout.met.add(self.path)
+            return plain(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        probe.observe(self.path, x, self.rule.counts_rows)
+        with Native():
+            out = plain(*args, **kwargs)
+        probe.gives(self.path, out)
+        return out
+
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The trainable parameters that the rule answers for, by their name in the module."""
+        own, (held, answer) = module._parameters, self._found
+        if len(own) == len(held):  # most hold what they held a step ago
+            for name, parameter, trained in held:
+                if name not in own or own[name] is not parameter:
+                    break
+                if parameter is not None and parameter.requires_grad is not trained:
+                    break
+            else:
+                return answer
+        # named_parameters takes three times as long
+        found = {name: p for name, p in own.items() if p is not None and p.requires_grad}
+        if len({*map(id, found.values())}) < len(found):
+            raise UnsupportedLayerError(
+                f"{where(self.path, module)}: {' and '.join(found)} have been made one parameter since "
+                "make_private; call make_private after that"
+            )
+        held = [(name, p, p is not None and p.requires_grad) for name, p in own.items()]
+        self._found = held, found
+        return found
+
+
+def _run(plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    return plain(*args, **kwargs)
+
+
+class _Bound:
+    def __init__(self, scope: Scope, handle: Handle, module: nn.Module, inner: Callable) -> None:
+        self._call = (scope, handle, module, inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        scope, handle, module, inner = self._call
+        return scope.run(handle, module, inner, args, kwargs)
+
+
+@exports_as_it_was
+def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of every intercepted module; torch.compile traces it where its call is given taps, and
+    else ends its graph."""
+    handle: Handle = getattr(self, ATTRIBUTE)
+    bare = handle.keeper.bare
+    if bare.laid and len(args) == 1 and not kwargs:
+        out = tapped.call(handle.key, self, args[0])
+        if out is not None:
+            return out
+    if not torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
+        return run_plain(self, *args, **kwargs)
+    return _call(handle, self, args, kwargs)
+
+
+@disable_dynamo
+def _call(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    return handle.call(module, args, kwargs)
+
+
+@exports_as_it_was
+@ends_graph
+def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a root that only opens the pass: its own code may be compiled."""
+    handle: Handle = getattr(self, ATTRIBUTE)
+    scope = handle.scopes[0]
+    plain, loss = plain_forward(self), handle.keeper.model_loss
+    per_sample = plain if loss is None else loss.around(plain)
+    entered = scope.enter(handle, self, per_sample, args, kwargs)  # type: ignore[attr-defined]
+    with entered:
+        if entered.eager or not is_compiled() or (loss is not None and loss.inline):
+            plain = partial(eagerly, per_sample) if entered.eager or is_compiled() else per_sample
+        elif entered.may_be_traced():
+            plain = partial(handle.inlined, plain)
+        else:
+            plain = partial(eagerly, per_sample)
+        out = plain(*entered.args, **entered.kwargs)
+    return entered.opening(out)
+
+
+def attach(module: nn.Module, handle: Handle) -> None:
+    """Intercept `module`."""
+    forward = private_root_forward if handle.only_opens else private_forward
+    replace(module, shown_as(forward, module), handle.path, handle.keeper)
+    module.__dict__[ATTRIBUTE] = handle
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`."""
+    give_back(module)
+    module.__dict__.pop(ATTRIBUTE, None)
+
+
+def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Run a layer through its rule, recorded for the backward pass; or as it was, if it is open."""
+    rule, keeper = handle.rule, handle.keeper
+    assert rule is not None
+    forward, opens = keeper.layer_forward(handle.path)
+    place: Place | None = _ROWS
+    layout = forward.layout
+    placed = forward.row_order is None and not rule.counts_rows
+    if placed:
+        if layout is None or not (layout.knows(handle.path) or forward.routings):
+            layout = keeper.calls.layout_with(handle.path, forward)
+        moved = handle.path not in layout.places and forward.routings
+        if moved or handle.path in layout.open:
+            return run_plain(module, *args, **kwargs)
+    try:
+        x, extra = rule.prepare(module, args, kwargs)
+    except TypeError as error:
+        raise _unsupported(handle, module, error) from error
+    if extra is not None:
+        _check_extra(handle, module, extra)
+    if placed:
+        assert layout is not None
+        rows = forward.batch_size
+        place = None if rows is None else layout.place_of(handle.path, x, rows, forward.lengths)
+        if rows is not None and place is None and handle.path in layout.places:
+            keeper.calls.look_again(layout, forward, handle.path, x)
+            if handle.path in layout.open:
+                return run_plain(module, *args, **kwargs)
+        axis = rule.axis(module)
+        if place is None or not place.plain or axis is not None:
+            place = layout.locate(handle.path, x, forward.batch_size, axis, forward.lengths)
+    assert place is not None
+    forward.reached.add(handle.path)
+    parameters = handle.parameters(module)
+    _check_parameters(handle, module, parameters)
+    check_plain()
+    call = Call(handle, module, forward, place, extra, parameters)
+    try:
+        out = _APPLY(call, unwrap_dead(x), *parameters.values())
+    except TypeError as error:
+        raise _unsupported(handle, module, error) from error
+    if rule.counts_rows and forward.batch_size == len(x):
+        forward.batch_size = out.shape[0]  # the model's first input was the flat ids of the bags
+    if opens:
+        keeper.begins_with(forward, out)
+    return out
+
+
+def _check_extra(handle: Handle, module: nn.Module, extra: Any) -> None:
+    """Refuse a second input whose gradient would be lost: rules return that of one."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in leaves_of(extra)):
+        raise UnsupportedLayerError(
+            f"{where(handle.path, module)}: its rule returns one input's gradient, but another one "
+            "needs a gradient, too; let `prepare` make one tensor of both (torch.cat), or register no "
+            "rule: every use of its parameters is then followed"
+        )
+
+
+def _check_parameters(
+    handle: Handle, module: nn.Module, parameters: dict[str, nn.Parameter]
+) -> None:
+    """Refuse parameters that the book-keeper does not know, and weights computed elsewhere."""
+    assert handle.rule is not None
+    known, (checked, against) = handle.keeper.calls.known, handle.checked
+    if checked is not parameters or against is not known:
+        replaced = [name for name, p in parameters.items() if p not in known]
+        if replaced:
+            raise UnsupportedLayerError(
+                f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
+                "make_private, so they would not be trained; call make_private again"
+            )
+        handle.checked = parameters, known
+    own, kind = module._parameters, type(module)
+    for name in handle.rule.parameter_names:
+        if name in own and name not in module.__dict__ and not hasattr(kind, name):
+            continue  # nothing else is found under this name
+        value = getattr(module, name, None)
+        trained = isinstance(value, Tensor) and value.requires_grad
+        if trained and own.get(name) is not value:
+            raise UnsupportedLayerError(
+                f"{where(handle.path, module)}: {name} is computed from other tensors, not a "
+                "parameter, so these would get no gradient; where it is so since make_private (pruned), "
+                f"call model.cleanup(), prune, and make_private again; else {HOW_TO_REGISTER}"
+            )
+
+
+def _unsupported(handle: Handle, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"{where(handle.path, module)} is not supported: {error}; {HOW_TO_REGISTER}"
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Calls by which a training loop reaches private layers past the model's own forward.
+#
+# Whatever computes with private layers is run on a few rows before it trains
+# (fastclip.samples.learning): the model's forward when it begins; another method of the model, or
+# a part
+# of it that is called by itself, when it first reaches a private layer, for most methods compute
+# nothing.
+
+
+_PART = "_fastclip_part"
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+_LOGS = ("log", "log_dict")
+"""Lightning's methods that keep numbers elsewhere: a look on a few rows leaves nothing there."""
+_MOST = 64
+_signatures: dict[FunctionType, inspect.Signature] = {}
+"""Of so many functions: torch.compile, which may trace whoever asks, warns of functools.lru_cache."""
+
+
+class Method:
+    """A bound method of a module other than `forward`, whose calls are known while they run.
+
+    Args:
+        path: of the module, in the model.
+    """
+
+    def __init__(self, model: nn.Module, name: str, keeper: BookKeeper, path: str = "") -> None:
+        self.model, self.name, self.keeper = model, name, keeper
+        self.path, self.called = path, f"{path}.{name}".lstrip(".")
+        functools.update_wrapper(self, getattr(type(model), name))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the bound method: models look at their own, some of them in every forward pass."""
+        return _signature(getattr(type(self.model), self.name))
+
+    @property
+    def _plain(self) -> MethodType:
+        return MethodType(getattr(type(self.model), self.name), self.model)
+
+    @pass_over
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_exporting() or self.keeper.bare.traced(self.path):
+            return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    @ends_graph
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        plain = self._plain
+        lightnings = str(plain.__func__.__module__).startswith(_LIGHTNING)
+        if lightnings and self.name == "all_gather":
+            self._check_gathering()
+        if self.keeper.calls.probe and lightnings:
+            return None if self.name in _LOGS else plain(*args, **kwargs)
+        if self.keeper.depth:
+            return plain(*args, **kwargs)
+        run: Any = plain if self.keeper.model_loss is None else self.keeper.model_loss.around(plain)
+        with self.keeper.calls.inside(self.called, self.model, run, args, kwargs) as returned:
+            return returned(run(*args, **kwargs))
+
+    def _check_gathering(self) -> None:
+        """Refuse to let rows of one rank into another's loss, where none is clipped for both."""
+        if self.keeper.clipping.ranks is not None and self.keeper.calls.runs("training_step"):
+            raise GraphError(
+                "self.all_gather in training_step hands rows of one rank to the loss of others, which "
+                "are clipped apart from them; log numbers with sync_dist=True, and let every row's loss "
+                "depend on that row alone"
+            )
+
+
+def _signature(function: FunctionType) -> inspect.Signature:
+    """Of a function as a method of an object."""
+    found = _signatures.get(function)
+    if found is None:
+        if len(_signatures) >= _MOST:
+            _signatures.clear()
+        _signatures[function] = found = inspect.signature(MethodType(function, object()))
+    return found
+
+
+def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:
+    """Let the book-keeper know of calls of the methods of the model, or of a part of it."""
+    for name in _methods(module):
+        module.__dict__[name] = Method(module, name, keeper, path)
+
+
+def attach_part(path: str, module: nn.Module, keeper: BookKeeper) -> None:
+    """Let the book-keeper know of calls of a module that holds private layers."""
+    attach_methods(path, module, keeper)
+    replace(module, shown_as(_part_forward, module), path, keeper)
+    module.__dict__[_PART] = (path, keeper)
+
+
+def detach_entries(module: nn.Module) -> None:
+    """Undo `attach_methods` and `attach_part`."""
+    for name in [n for n, value in vars(module).items() if isinstance(value, Method)]:
+        del module.__dict__[name]
+    if module.__dict__.pop(_PART, None) is not None:
+        give_back(module)
+
+
+@exports_as_it_was
+def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    path, keeper = getattr(self, _PART)
+    if keeper.bare.traced(path):
+        return run_plain(self, *args, **kwargs)
+    return _called_part(path, keeper, self, args, kwargs)
+
+
+@ends_graph
+def _called_part(path: str, keeper: BookKeeper, self: nn.Module, args: tuple, kwargs: dict) -> Any:
+    plain = plain_forward(self)
+    if keeper.depth or keeper.calls.probe or keeper.recomputes:
+        return follow(path, keeper, plain, args, kwargs)
+    if not keeper.paused:
+        check_given(path, self, args, kwargs)
+    run = plain if keeper.model_loss is None else keeper.model_loss.around(plain)
+    with keeper.calls.inside(f"{path}()", self, run, args, kwargs) as returned:
+        return returned(run(*args, **kwargs))
+
+
+def _methods(model: nn.Module) -> Iterator[str]:
+    """Methods that torch's own modules do not have."""
+    for name in dir(type(model)):
+        if name.startswith("__") or name in vars(model) or hasattr(nn.Module, name):
+            continue
+        base = next((b for b in type(model).__mro__ if name in vars(b)), object)
+        torchs = base.__module__.startswith("torch.")
+        if not torchs and isinstance(vars(base).get(name), FunctionType):  # not static, of no class
+            yield name

@@ -1,0 +1,650 @@
+"""The private optimizer: clipped sums in, noisy gradients out, then the inner optimizer's step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from types import FunctionType
+from typing import Any, SupportsIndex, TypeVar
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+
+from fastclip.accounting import NoiseLevels
+from fastclip.backward.guards import check_alone
+from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.loss import ScaledLoss, is_scaled
+from fastclip.backward.state import BookKeeper
+from fastclip.clipping.policy import split_refused
+from fastclip.core.compiler import disable_dynamo
+from fastclip.distributed.ranks import whole_of
+from fastclip.engine.release import (
+    Hook,
+    StepHooks,
+    check_alike,
+    divisor_of,
+    gate_of,
+    keep_only,
+    noisy_gradients,
+    release_to,
+)
+from fastclip.errors import ArgumentError, ArgumentTypeError, GraphError, StepError
+from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
+
+# -------------------------------------------------------------------------------------------------
+# Attributes of private optimizers: most are kept elsewhere, by the state of a model or the hooks.
+
+
+# mypy: disable-error-code="empty-body"
+
+
+K = TypeVar("K")
+
+
+def read(path: str) -> Callable[[Callable[..., Any]], property]:
+    """An attribute that is kept under this path; what is decorated says its type and what it is."""
+    return lambda told: property(attrgetter(path), doc=told.__doc__)
+
+
+def held(path: str) -> Callable[[Callable[..., Any]], property]:
+    """The same, which may be set."""
+    get, (owner, _, name) = attrgetter(path), path.rpartition(".")
+    owner_of = attrgetter(owner)
+    return lambda told: property(
+        get, lambda self, value: setattr(owner_of(self), name, value), doc=told.__doc__
+    )
+
+
+def shown(path: str) -> Callable[[Callable[..., Any]], property]:
+    """A tensor, or None; a copy for a reader, who may change it: no noise follows from it."""
+    get = attrgetter(path)
+
+    def copied(self: Any) -> Tensor | None:
+        value: Tensor | None = get(self)
+        return None if value is None else value.clone()
+
+    return lambda told: property(copied, doc=told.__doc__)
+
+
+def private(kind: type[K]) -> type[K]:
+    """A class of private optimizers: it has the attributes of `_Shared`, but for those of its own."""
+    for name, value in vars(_Shared).items():
+        if isinstance(value, (property, FunctionType)) and name not in vars(kind):
+            setattr(kind, name, value)
+    return kind
+
+
+class _Shared:
+    """What every private optimizer has: those of the fast mode, and those of Opacus' own modes.
+
+    `hooks` (StepHooks) and `batch` (LogicalBatch) are its own, and `_source` is where its noise is from.
+    """
+
+    _source: NoiseSource
+
+    @held("hooks.releasing")
+    def releasing(self) -> bool:
+        """step() is about to record what it releases; False where `add_noise` is called by hand."""
+
+    @read("batch.last_was_real")
+    def last_step_was_real(self) -> bool:
+        """The last `step()` released a noisy step.
+
+        False if it only accumulated (physical batches, `signal_skip_step`) or raised an error before
+        its release, and before the first one.
+        """
+
+    @read("batch.real_steps")
+    def real_steps(self) -> int:
+        """Noisy steps that were released since make_private; an accumulation is none."""
+
+    @read("batch.account")
+    def account(self) -> Any:
+        """What records the steps, and how their rows are drawn; None before make_private."""
+
+    @read("hooks.ledger")
+    def ledger(self) -> Any:
+        """The accountant that records the steps; None before make_private."""
+
+    @property
+    def step_hook(self: Any) -> Hook | None:
+        """All hooks of now in one call, as Opacus keeps its only one; None if there is none.
+
+        Setting it replaces all but the accountant's, which also comes first where the new hook calls
+        what was read here; it records a step once.
+        """
+        hooks: StepHooks = self.hooks
+        return hooks.in_one
+
+    @step_hook.setter
+    def step_hook(self: Any, fn: Hook | None) -> None:
+        self.hooks.listed = [] if fn is None else [fn]
+
+    def attach_step_hook(self: Any, fn: Hook) -> None:
+        """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.
+
+        Unlike Opacus' this never replaces the accountant's hook.
+        """
+        self.hooks.listed.append(fn)
+
+    @held("batch.flags")
+    def _step_skip_queue(self) -> list[bool]:
+        """Opacus' queue of signals; the logical batch holds it."""
+
+    def _check_skip_next_step(self: Any, pop_next: bool = True) -> bool:
+        """Whether the next step only accumulates."""
+        return bool(self.batch.next_skip(pop=pop_next))
+
+    @property
+    def noise_source(self) -> NoiseSource:
+        """Source of all noise, that of the gradients and that of the counts.
+
+        Setting it takes effect from the next draw.
+
+        Raises:
+            ArgumentError: where a lesser source would follow a secure one.
+        """
+        return self._source
+
+    @noise_source.setter
+    def noise_source(self, value: NoiseSource) -> None:
+        if self._source.secure and not (value.secure and value.guarded):
+            raise ArgumentError(
+                "the noise of an optimizer in secure mode stays cryptographic and guarded, and "
+                "passing a seed is prohibited in secure mode; for reproducible noise call "
+                "make_private of an engine without secure_mode"
+            )
+        value.account = self.account
+        self._source = value
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What noise is drawn from as it is; None for a stream of its own, and in secure mode."""
+        return self._source.generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        if value is not None or not self._source.secure:
+            self.noise_source = SeededNoise(value)
+
+    @property
+    def secure_mode(self) -> bool:
+        """Noise is cryptographic and guarded against floating-point attacks; it cannot be turned off."""
+        return self._source.secure
+
+    @secure_mode.setter
+    def secure_mode(self, value: bool) -> None:
+        if value == self._source.secure:
+            return
+        if value and self.generator is not None:
+            raise ArgumentError("Passing seed is prohibited in secure mode: omit the generator")
+        self.noise_source = SecureNoise() if value else SeededNoise()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Refuse `copy.copy`, `copy.deepcopy` and `pickle`.
+
+        A copy would hold the same sums, release them once more and write to the same ledger. (Made by
+        torch's own rules for optimizers it would, besides, change `step` of the whole class.)
+        """
+        raise StepError(
+            f"{type(self).__name__} cannot be copied or pickled: the copy would release the same sums "
+            "a second time, and be accounted for once; save optimizer.state_dict(), or "
+            "engine.save_checkpoint(...) with model and accountant, and load it where it is needed"
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+# mypy: disable-error-code="empty-body"
+
+
+STATE = "fastclip_clipping"
+"""Key of the strategy's state in `FastDPOptimizer.state_dict()`."""
+
+
+@private
+class FastDPOptimizer(DPOptimizer):
+    """An opacus DPOptimizer whose clipping has already happened in the backward pass.
+
+    Formal guarantee: each real step releases (sum + N(0, (sigma_grad * S)^2 I)) / B once, where the
+    sum has L2 sensitivity S, recorded when it was clipped, and B is public; and, for strategies that
+    count, the counts with noise sigma_count times their sensitivity. Together they cost what one
+    Gaussian mechanism of noise multiplier sigma costs: 1 / sigma^2 = 1 / sigma_grad^2 +
+    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1). Neighbours differ in one row that was added or
+    removed; what sampling adds holds for Poisson sampling alone (see `make_private`).
+
+    Args:
+        optimizer: the inner optimizer.
+        keeper: book-keeper of the private model.
+        noise_multiplier: the total sigma, that of the first step where a schedule changes it.
+        expected_batch_size: B.
+        loss_reduction: "mean" divides by B.
+        generator: source of the noise (torch's global one if None).
+        secure_mode: cryptographic noise, in the place of a generator's.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, keeper: BookKeeper, noise_multiplier: float,
+        expected_batch_size: float | None, loss_reduction: str = "mean",
+        generator: torch.Generator | None = None, secure_mode: bool = False,
+    ) -> None:  # fmt: skip
+        self.keeper, self.hooks = keeper, StepHooks(keeper.batch)
+        if keeper.clipping.strategy.threshold.count_noise_ratio and not expected_batch_size:
+            raise ArgumentError(
+                "a strategy that counts expects expected_batch_size > 0, the public denominator of "
+                f"its fractions, got {expected_batch_size!r}"
+            )
+        super().__init__(
+            optimizer, noise_multiplier=noise_multiplier, max_grad_norm=None,  # type: ignore[arg-type]
+            expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,  # type: ignore[arg-type]
+            generator=generator, secure_mode=secure_mode,
+        )  # fmt: skip
+        self._gate = gate_of(self.original_optimizer)
+        self._gate.keeper = weakref.ref(keeper)
+        # sigma_1, whatever the schedule's first factor is
+        keeper.clipping.first_multiplier = noise_multiplier
+        check_alike(keeper, optimizer, loss_reduction=loss_reduction, secure_mode=secure_mode)
+
+    # Kept by the model's book-keeper
+
+    @held("keeper.clipping.noise_multiplier")
+    def noise_multiplier(self) -> float:
+        """Total sigma of the next real step; what the accountant records.
+
+        Setting it takes effect at the next real step; a schedule goes on from the value set.
+        """
+
+    @read("keeper.clipping.levels")
+    def noise_levels(self) -> NoiseLevels:
+        """Noise multipliers of the next real step: total, of the gradients, of the counts."""
+
+    @held("keeper.clipping.expected_batch_size")
+    def expected_batch_size(self) -> float | None:
+        """B, the public denominator of the gradients and of the counts."""
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C of the next logical batch: of layers the norm of the thresholds, of groups C_0.
+
+        Setting it takes effect at the next logical batch: the noise of this one uses the
+        sensitivity at which it was clipped. A per-layer strategy takes a list, or a number to which
+        all thresholds are rescaled together; those of groups keep their ratios.
+        """
+        return self.keeper.clipping.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | Sequence[float] | None) -> None:
+        if value is not None:  # the base class's constructor: the book-keeper has it already
+            self.keeper.clipping.max_grad_norm = value  # type: ignore[assignment]
+
+    @read("keeper.clipping.max_grad_norms")
+    def max_grad_norms(self) -> list[float]:
+        """The thresholds of a per-layer strategy, in the order of the parameters."""
+
+    @shown("keeper.clipping.current.threshold")
+    def threshold(self) -> Tensor:
+        """What the norms of the current (or last) logical batch are compared with.
+
+        C, a scalar, or one a group or layer; Z of a global function. Public after the step; before
+        it, where thresholds come from the same step's counts, it is not accounted yet. A copy: the
+        noise follows from the one that rows were clipped at.
+        """
+
+    @shown("keeper.clipping.current.weights")
+    def group_weights(self) -> Tensor | None:
+        """theta_k of the current (or last) logical batch, [k], where a strategy reweights groups."""
+
+    @property
+    def sensitivity(self) -> Tensor:
+        """L2 sensitivity S of the sum at which its noise is scaled, a scalar."""
+        return self.keeper.clipping.sensitivity().clone()
+
+    @read("keeper.per_sample_norms")
+    def per_sample_norms(self) -> Tensor | None:
+        """Raw norms [rows, or units] of the last backward. For debugging; NOT private."""
+
+    @held("keeper.monitor.enabled")
+    def warn_of_non_finite(self) -> bool:
+        """Warn once, in a backward pass, if a sample's gradient is not finite; False.
+
+        For debugging; NOT private: the warning tells something about one row.
+        """
+
+    @shown("keeper.clipping.noisy_counts")
+    def noisy_counts(self) -> Tensor | None:
+        """Noisy counts of the last real step; None before it, or where nothing is counted.
+
+        A scalar for a quantile; [2, k] for groups (beyond and within the threshold; for a quantile
+        of groups counted and not); [k], the sizes of the groups, for reweighting.
+        """
+
+    @read("batch.consumed")
+    def accumulated_iterations(self) -> int:
+        """Batches that the current (or last) step consumes: scales the sampling rate."""
+
+    @read("keeper.batch")
+    def batch(self) -> LogicalBatch:
+        """The state of what the next real step releases."""
+
+    @held("keeper.clipping.noise")
+    def _source(self) -> NoiseSource: ...
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """Never materialised here: see `p.summed_grad` and `per_sample_norms`."""
+        raise AttributeError(
+            "the fast mode keeps no per-sample gradients; use p.summed_grad and "
+            "optimizer.per_sample_norms, or grad_sample_mode='hooks'"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+        raise StepError(
+            "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
+            "would skip steps on overflow, which tells something about raw gradients; use "
+            "fastclip.GradScaler in its place, or bfloat16 without a scaler"
+        )
+
+    # A step
+
+    def clip_and_accumulate(self) -> None:
+        """Nothing to do: the backward pass has clipped and summed."""
+
+    def add_noise(self) -> None:
+        """Replace `p.grad` by the noisy sum over the public denominator, once it is recorded."""
+        if not self.releasing:  # by hand: the one release of these sums
+            self.batch.step(skip=False)
+        parameters, batches = self.params, self.accumulated_iterations
+        divisor, record = divisor_of(self, batches), partial(self.hooks.record, self)
+        gradients = noisy_gradients(self.keeper, parameters, batches, divisor, record)
+        self.keeper.penalties.add_to(parameters, gradients)
+        keep_only(self, ())
+        release_to(parameters, gradients)
+
+    def scale_grad(self) -> None:
+        """Nothing to do: `add_noise` divides, in the same pass over the gradients."""
+
+    @disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad` and the sums; the sums of a split batch stay until its real step.
+
+        Raises:
+            StepError: between backward() and step() of a split batch.
+        """
+        self.keeper.zero_grad()
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Everything before the inner step; False if this step only accumulates."""
+        self.batch.last_was_real = False
+        self.keeper.trace.over()
+        if not (parameters := self.params):
+            keep_only(self, ())
+            return True
+        ranks, known = self.keeper.clipping.ranks, set(map(id, self.keeper.names))
+        whole = parameters if ranks is None else [whole_of(ranks, p) for p in parameters]
+        unknown = {*map(id, whole)} - known
+        if unknown:
+            raise StepError(
+                f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
+                "make_private, so their gradients are not clipped; call make_private again"
+            )
+        if not self.batch.retired:
+            _take_no_samples(self.keeper, parameters)
+            check_alone(self.keeper.names)
+        self._is_last_step_skipped = skip = self.batch.next_skip()
+        self.batch.step(skip=skip)
+        if skip:
+            self.keeper.penalties.part_is_over()
+            return False
+        state, before = self.keeper.clipping, self.keeper.clipping.snapshot()
+        self.releasing = True
+        try:
+            self.add_noise()
+            state.release(self.accumulated_iterations)
+            self.hooks.run(self)
+        except BaseException:  # not accounted, or a hook failed, Ctrl-C: nothing is released
+            keep_only(self, ())
+            state.restore(before)
+            raise
+        finally:
+            self.releasing = False
+        state.advance()
+        self.batch.count_release()
+        return True
+
+    @disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One private step, or only an accumulation where the batch memory manager says so."""
+        self.batch.last_was_real = False
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        with self.keeper.trace.aside():
+            if not self.pre_step():
+                return None
+            self._gate.open = True
+            return self.original_optimizer.step()
+
+    def discard_logical_batch(self) -> None:
+        """Give up the logical batch that is being gathered: its sums, counts and gradients.
+
+        For where a loop over a BatchMemoryManager is left before its end, or one of its physical
+        batches is skipped. Nothing of it is released, so it costs nothing.
+        """
+        self.keeper.discard()
+        keep_only(self, ())
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this).
+
+        Raises:
+            StepError: for strategies that must see the whole logical batch before they clip it.
+        """
+        policy = self.keeper.clipping.strategy.threshold
+        if do_skip and policy.same_step:
+            raise StepError(split_refused(type(policy).__name__))
+        self.batch.signal(do_skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and what the clipping strategy has to remember, if anything.
+
+        Never the generator, the noise multiplier or anything of raw data.
+        """
+        saved = super().state_dict()
+        state = self.keeper.clipping.state_dict()
+        return saved if state is None else {**saved, STATE: state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, this class's or Opacus'.
+
+        Raises:
+            ArgumentError: if it holds the thresholds of another strategy; nothing is loaded.
+        """
+        inner = dict(state_dict)
+        self.keeper.clipping.load_state_dict(inner.pop(STATE, None), self.batch.fresh)
+        super().load_state_dict(inner)
+
+
+def _take_no_samples(keeper: BookKeeper, parameters: list[nn.Parameter]) -> None:
+    """A loop gives all parameters a `grad_sample` of no samples, and runs no pass: Opacus' way of an
+    empty batch that its model does not take."""
+    given = (p.__dict__.get("grad_sample") for p in parameters)
+    none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
+    if none and keeper.clipping.ranks is None:
+        for p in parameters:
+            p.grad_sample = None  # type: ignore[attr-defined]
+        keeper.contribute_none()
+
+
+# -------------------------------------------------------------------------------------------------
+# Loss scaling for float16 that never skips a step.
+
+
+_DYNAMIC = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+class GradScaler:
+    """Takes the place of `torch.amp.GradScaler` in a private training script.
+
+    float16 loses gradients below 6e-8. Scaling the loss by a power of two lifts them through the
+    backward pass; the engine divides norms and sums by it again, exactly, in float32. So thresholds,
+    `optimizer.per_sample_norms`, `p.summed_grad` and `p.grad` are those of the unscaled loss, for
+    any scale, and whether or not `step` is called through the scaler.
+
+    torch's scaler skips the step in which any gradient overflows and follows such overflows with its
+    scale: both tell something about raw gradients without noise. This one never skips and its scale
+    stays as it is set; a sample whose gradient overflows contributes exactly zero to its step.
+
+    Formal guarantee: the scale changes nothing in what is released but rounding, and which samples
+    overflow, each by its own gradient alone: the sensitivity of the sum and its noise are as
+    without it. This holds as long as the scale does not depend on the private data.
+
+    Args:
+        device: accepted for torch's sake and not used.
+        init_scale: the scale, a power of two; 4096 if not given. docs/mixed_precision.md says how to
+            choose it, on public data.
+        enabled: False makes every method do what a script without a scaler would.
+
+    Examples:
+        >>> scaler = fastclip.GradScaler()
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     with torch.autocast("cuda", torch.float16):
+        ...         loss = criterion(model(x), y)
+        ...     scaler.scale(loss).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+
+    Raises:
+        ArgumentError: for a scale that is not a power of two from 2^-24 to 2^32.
+        ArgumentTypeError: for other types, and for torch's arguments of a scale that moves.
+    """
+
+    def __init__(
+        self, device: str | torch.device | None = None, init_scale: float = 2.0**12,
+        enabled: bool = True, **dynamic: Any,
+    ) -> None:  # fmt: skip
+        if dynamic.keys() & set(_DYNAMIC):
+            raise ArgumentTypeError(
+                f"fastclip.GradScaler got {sorted(dynamic)}, but its scale does not follow overflows, "
+                "which would tell something about raw gradients; omit them and set init_scale"
+            )
+        if dynamic:
+            raise ArgumentTypeError(
+                f"fastclip.GradScaler expects device, init_scale and enabled, got {sorted(dynamic)}"
+            )
+        if isinstance(device, (int, float)):  # torch.cuda.amp.GradScaler takes the scale first
+            raise ArgumentTypeError(f"device expects a name, got {device!r}; pass init_scale=")
+        if not isinstance(enabled, bool):
+            raise ArgumentTypeError(f"enabled expects a bool, got {enabled!r}")
+        self._enabled = enabled
+        self._scale = power_of_two("init_scale", init_scale)
+
+    @disable_dynamo
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        """The loss times the scale, for `.backward()`; a list or tuple of losses, each.
+
+        Scale the whole loss, last. Scaled losses may be added to each other and divided by a number;
+        an unscaled loss of the same model that is added to them, or differentiated in the same call,
+        is refused in the backward pass.
+
+        Raises:
+            GraphError: for a loss that is scaled already.
+            ArgumentTypeError: for what is neither a tensor nor a list or tuple of them.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if is_scaled(outputs.grad_fn):
+                raise GraphError("this loss is scaled already: call scaler.scale once, on the sum")
+            return ScaledLoss.apply(outputs, self._scale)
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self.scale(output) for output in outputs)
+        raise ArgumentTypeError(
+            f"scale expects a tensor or a list or tuple of tensors, got {type(outputs).__name__}"
+        )
+
+    def unscale_(self, optimizer: FastDPOptimizer) -> None:
+        """Nothing to do: `p.summed_grad` holds no scale. Kept for scripts written for torch's.
+
+        Raises:
+            ArgumentTypeError: for an optimizer that the engine did not return.
+        """
+        self._check(optimizer)
+
+    def step(self, optimizer: FastDPOptimizer, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step(...)`, always.
+
+        Raises:
+            ArgumentTypeError: for an optimizer that the engine did not return, whose gradients
+                would keep the scale.
+        """
+        self._check(optimizer)
+        return optimizer.step(*args, **kwargs)
+
+    def _check(self, optimizer: Any) -> None:
+        if self._enabled and not isinstance(optimizer, FastDPOptimizer):
+            raise ArgumentTypeError(
+                "fastclip.GradScaler expects the optimizer that FastPrivacyEngine.make_private "
+                f"returned in the fast mode, got {type(optimizer).__name__}: its gradients would "
+                "keep the scale; train it without a scaler, or in bfloat16"
+            )
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Set the scale of the losses to come; without an argument nothing happens.
+
+        Args:
+            new_scale: a power of two. It must not depend on private data: not on whether gradients
+                overflowed, nor on their norms.
+        """
+        if self._enabled and new_scale is not None:
+            self._scale = power_of_two("new_scale", new_scale)
+
+    def get_scale(self) -> float:
+        """The scale; 1 if not enabled."""
+        return self._scale if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        """Whether losses are scaled."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale; empty if not enabled."""
+        return {"scale": self._scale} if self._enabled else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with the scale of `state_dict()`.
+
+        Raises:
+            ArgumentError: for anything else; the state of torch's scaler followed raw gradients.
+        """
+        if not self._enabled:
+            return
+        if set(state_dict) != {"scale"}:
+            raise ArgumentError(
+                f"the state of a fastclip.GradScaler expects the key 'scale' alone, got "
+                f"{sorted(state_dict)}; torch's scale follows raw gradients: set init_scale instead"
+            )
+        self._scale = power_of_two("scale", state_dict["scale"])
+
+
+def power_of_two(name: str, value: Any) -> float:
+    """`value` as a float that multiplies and divides float32 numbers exactly."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"{name} expects a power of two, got {value!r}") from error
+    exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
+    if not exact or not 2.0**-24 <= number <= 2.0**32:
+        raise ArgumentError(
+            f"{name} expects a power of two from 2^-24 to 2^32, so that scaling rounds nothing, got "
+            f"{value!r}"
+        )
+    return number

@@ -1,0 +1,324 @@
+"""From the clipped sums of a logical batch to the gradients of its one release."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from fastclip import ops
+from fastclip.accounting.steps import saved_entries
+from fastclip.backward.clipping_state import ClippingState
+from fastclip.backward.logical_batch import LogicalBatch, State
+from fastclip.backward.state import BookKeeper, ShardedSums
+from fastclip.core.opacus_names import OPACUS_MARK
+from fastclip.distributed import ranks as release
+from fastclip.distributed.ranks import Ranks, whole_of
+from fastclip.distributed.shards import digest, number_of
+from fastclip.errors import ArgumentError, StepError
+from fastclip.ops.noise import NoiseSource
+
+
+def released(
+    parameters: Sequence[nn.Parameter], take: Callable[[], list[Tensor | None]],
+    record: Callable[[], None], std: float | Tensor, divisor: float, noise: NoiseSource,
+) -> list[Tensor]:  # fmt: skip
+    """(sum + N(0, std^2)) / divisor for every parameter, in one process: the mechanism of every mode.
+
+    Args:
+        take: the clipped sums, which serve once. record: writes the release down; it is called when
+            nothing can be refused any more, before noise is drawn.
+    """
+    sums = take()
+    record()
+    return ops.noise_finalize(sums, list(parameters), std, divisor, noise)
+
+
+def noisy_gradients(
+    keeper: BookKeeper, parameters: Sequence[nn.Parameter], batches: int, divisor: float,
+    record: Callable[[], None],
+) -> list[Tensor]:  # fmt: skip
+    """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter; over all ranks that train.
+
+    Args:
+        batches: that the logical batch consists of. record: as of `released`; several ranks record
+            when they have exchanged sums and counts, without which there is no step.
+
+    Raises:
+        ArgumentError: for a noise multiplier that no noise has.
+        StepError: the sums are not what was clipped, or the ranks are not in one step.
+    """
+    state = keeper.clipping
+    std, given = _noise_std(state), keeper.sums
+    if state.ranks is None:
+        take = partial(given.take_all, parameters)
+        return released(parameters, take, record, std, divisor, state.noise)
+    told: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}
+    told["noise_multiplier"] = state.noise_multiplier
+    if isinstance(given, ShardedSums):
+        told["backward passes in the sums"] = given.passes
+    if isinstance(std, Tensor):
+        std = state.ranks.largest(std)  # ranks that clip at other thresholds would need it
+    else:
+        told["noise_std"] = std
+    whole = [whole_of(state.ranks, p) for p in parameters]
+    told |= names_told(keeper.names.get(p, "") for p in whole)
+    state.ranks.in_step(**told)
+    rest: Any = parameters, std, divisor, state.noise
+    if isinstance(given, ShardedSums):
+        return release.noisy_shards(state.ranks, given.buckets, given.parts(), *rest)
+    return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
+
+
+def divisor_of(optimizer: Any, batches: int) -> float:
+    """The public number by which a sum of so many batches is divided."""
+    mean = optimizer.loss_reduction != "sum"
+    return float(optimizer.expected_batch_size) * batches if mean else 1.0
+
+
+def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
+    """All ranks that train are about to train the same model, in the same way; one process is.
+
+    The settings of the inner `optimizer` are compared in every step.
+
+    Raises:
+        ArgumentError: naming what differs.
+    """
+    state = keeper.clipping
+    if state.ranks is None:
+        return
+    agree_to_train(
+        state.ranks, optimizer, keeper.names, noise_multiplier=state.first_multiplier,
+        max_grad_norm=[value.tolist() for value in state.next.tensors().values()],
+        clipping=re.sub(r" at 0x[0-9a-f]+", "", repr(state.strategy)), **settings,
+    )  # fmt: skip
+
+
+def agree_to_train(
+    ranks: Ranks, optimizer: Any, names: Mapping[nn.Parameter, str], **settings: Any
+) -> None:
+    """`check_alike` of any mode.
+
+    Args:
+        optimizer: the inner one. names: of the trained parameters.
+    """
+    wrapper, settings_of = ranks.wrapper, partial(_settings, ref(optimizer))
+    assert wrapper is not None
+    ranks.followed["a digest of the optimizer's settings (lr, ...)"] = settings_of
+    replicated = () if isinstance(wrapper, FSDPModule) else wrapper.parameters()
+    ranks.agree(
+        {
+            "trained parameters": [(n, tuple(p.shape), str(p.dtype)) for p, n in names.items()],
+            "weights": digest([*replicated, *wrapper.buffers()]),
+            **settings,
+        }
+    )
+    ranks.check_replicas()
+
+
+def names_told(names: Iterable[str]) -> dict[str, float]:
+    """What ranks tell each other in a step of the parameters that it trains."""
+    return {"a digest of the trained parameters' names (requires_grad)": number_of(list(names))}
+
+
+def _noise_std(state: ClippingState) -> float | Tensor:
+    """sigma_grad * S; a tensor where S lies on an accelerator, which must not be waited for."""
+    sigma = state.noise_multiplier
+    if not 0 <= sigma < float("inf"):
+        raise ArgumentError(f"noise_multiplier expects a finite number >= 0, got {sigma}")
+    noise, sensitivity = state.gradient_noise(), state.sensitivity()
+    if not noise or sensitivity.device.type == "cpu":
+        return noise * float(sensitivity) if noise else 0.0
+    return noise * sensitivity
+
+
+def _settings(held: ref[Any]) -> float:
+    """A number that tells an optimizer's settings from others; tensors among them are not read."""
+    optimizer = held()
+    assert optimizer is not None, "somebody steps with it"
+    told = [
+        (name, value)
+        for group in optimizer.param_groups
+        for name, value in sorted(group.items())
+        if not isinstance(value, (Tensor, list))
+    ]
+    return number_of((type(optimizer).__name__, told))
+
+
+# -------------------------------------------------------------------------------------------------
+# What may reach the step of the inner optimizer: released gradients, nothing else.
+#
+# In Opacus' modes autograd writes `p.grad` beside the per-sample gradients, unclipped and without
+# noise.
+# In the fast mode there is no `p.grad` before the release, and sums would wait for ever.
+
+
+class Gate:
+    """A hook before the inner optimizer's step: it is open once after a release.
+
+    It stays with the inner optimizer when the private one is dropped: a script that goes on with
+    the optimizer that it gave to make_private would train on raw gradients.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.passing = False
+        """The step that it was open for runs."""
+        self.keeper: Callable[[], BookKeeper | None] = lambda: None
+        """Of the fast mode: whose sums are to be released first, while it is alive."""
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.open, self.passing = False, self.open
+        if self.passing:
+            return
+        keeper = self.keeper()
+        if keeper is not None and keeper.batch.state in _UNRELEASED:
+            raise StepError(
+                f"step() of {type(optimizer).__name__} was called on a private model, whose gradients "
+                "it would not find; call step() of the optimizer that make_private returned, or "
+                "cleanup() on the model that it returned, to train without privacy"
+            )
+        if not any(OPACUS_MARK in p.__dict__ for p in parameters_of(optimizer)):
+            return
+        raise StepError(
+            f"step() of {type(optimizer).__name__} was called on a private model's gradients, which "
+            "nobody has clipped or added noise to; call step() of the optimizer that make_private "
+            "returned, or cleanup() on the model that it returned, to train without privacy"
+        )
+
+    def shut(self, *_: Any) -> None:
+        """Nothing is released just now; also a hook after the inner optimizer's step."""
+        self.open = self.passing = False
+
+
+_UNRELEASED = (State.GATHERED, State.HELD, State.JOINED, State.STALE)
+
+_GATES: WeakKeyDictionary[Optimizer, Gate] = WeakKeyDictionary()
+
+
+def gate_of(optimizer: Optimizer) -> Gate:
+    """The one gate of an inner optimizer, closed."""
+    gate = _GATES.get(optimizer)
+    if gate is None:
+        gate = _GATES[optimizer] = Gate()
+        optimizer.register_step_pre_hook(gate)
+        optimizer.register_step_post_hook(gate.shut)
+    gate.shut()
+    return gate
+
+
+def is_open(optimizer: Optimizer) -> bool:
+    """Whether this is the inner optimizer of a private one that has just released its gradients."""
+    gate = _GATES.get(optimizer)
+    return gate is not None and gate.open
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer, frozen ones included."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def release_to(parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor]) -> None:
+    """Let the inner optimizer find these released gradients, each in its parameter's memory layout."""
+    given = [*gradients]
+    if [*map(Tensor.stride, given)] != [*map(Tensor.stride, parameters)]:
+        given = [ops.laid_out_as(x, p) for x, p in zip(given, parameters, strict=True)]
+    for parameter, gradient in zip(parameters, given, strict=True):
+        parameter.grad = gradient
+
+
+def keep_only(optimizer: Optimizer, released: Iterable[nn.Parameter]) -> None:
+    """Drop the gradient of every parameter that this step does not release."""
+    parameters, kept = parameters_of(optimizer), {*map(id, released)}
+    for own, p in zip(map(id, parameters), parameters, strict=True):
+        if own not in kept:
+            p.grad = None
+
+
+# -------------------------------------------------------------------------------------------------
+# Hooks of a real step: the accountant's comes first, before any noise is drawn, and stays.
+
+
+Hook = Callable[[DPOptimizer], None]
+
+_LEDGER = (
+    "a digest of the ledger (load the same checkpoint on every rank, and begin each pass over the "
+    "loader on all of them)"
+)
+
+
+class StepHooks:
+    """The hooks of one optimizer, of which no real step goes unrecorded.
+
+    Opacus keeps one hook, the accountant's, which `attach_step_hook` and `step_hook = fn` replace.
+
+    Args:
+        batch: whose sums are released; its `account` records that.
+    """
+
+    def __init__(self, batch: LogicalBatch) -> None:
+        self._batch = batch
+        self.listed: list[Hook] = []
+        """After the accountant's."""
+        self.releasing = self._running = False
+
+    @property
+    def ledger(self) -> Any:
+        """Of the accountant's hook."""
+        return getattr(self._batch.account, "ledger", None)
+
+    @property
+    def in_one(self) -> Hook | None:
+        """All hooks of now."""
+        hooks = tuple(self.listed)
+        return partial(self._call, hooks) if hooks or self._batch.account else None
+
+    def record(self, optimizer: DPOptimizer) -> None:
+        """One release, before its noise is drawn: there is nothing to take back where this fails."""
+        try:
+            if self._batch.account is not None:
+                self._batch.account(optimizer)
+        finally:
+            self.releasing = False
+
+    def run(self, optimizer: DPOptimizer) -> None:
+        """Of one real step, which is recorded: by several ranks here, when all have exchanged."""
+        if self.releasing:
+            self.record(optimizer)
+        self._running = True
+        try:
+            for hook in tuple(self.listed):
+                hook(optimizer)
+        finally:
+            self._running = False
+
+    def _call(self, hooks: tuple[Hook, ...], optimizer: DPOptimizer) -> None:
+        outermost, self._running = not self._running, True
+        try:
+            if outermost and self._batch.account is not None:
+                self._batch.account(optimizer)
+            for hook in hooks:
+                hook(optimizer)
+        finally:
+            self._running = not outermost
+
+
+def account_with(optimizer: Any, record: Any, ranks: Ranks | None) -> None:
+    """Record every real step, in the place of earlier hooks; `ranks` take each step together."""
+    optimizer.step_hook = None
+    optimizer.noise_source.account = optimizer.batch.account = record
+    if ranks is not None:
+        ranks.followed[_LEDGER] = partial(_told, record)
+
+
+def _told(account: Any) -> float:
+    """Of what records the steps: a number that is the same where as much is recorded."""
+    ledger = getattr(account, "ledger", None)
+    return 0.0 if ledger is None else number_of(saved_entries(ledger.history))

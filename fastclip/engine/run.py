@@ -1,0 +1,421 @@
+"""What is known of a run, while its model lives and afterwards: its design, state, releases, budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fastclip.accounting.calibration import find_noise_multiplier
+from fastclip.accounting.epsilon import epsilon
+from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.steps import Entry
+from fastclip.backward.clipping_state import ClippingState
+from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.loss import check_coupling, check_criterion
+from fastclip.backward.state import BookKeeper
+from fastclip.clipping import Clipping, ConstantNoise, resolve
+from fastclip.clipping.resolve import named
+from fastclip.core.checks import between, not_negative, positive
+from fastclip.core.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
+from fastclip.counts.lines import said_of_overlaps
+from fastclip.data.design import AsPlanned, Releases, SamplingDesign, planned_history
+from fastclip.data.loader import draws_securely
+from fastclip.data.plan import SAMPLING, Request, call_for_loader
+from fastclip.distributed.processes import bare, ranks_of, refuse, uncompiled
+from fastclip.distributed.ranks import whole
+from fastclip.engine import validation
+from fastclip.engine.by_hand import unwrapped
+from fastclip.engine.mechanism import Mechanism, neighbours, trusted
+from fastclip.engine.model import FastGradSampleHooks, FastGradSampleModule, go_on_with, held_by
+from fastclip.engine.model_loss import replace_losses
+from fastclip.engine.optimizer import FastDPOptimizer
+from fastclip.engine.release import account_with
+from fastclip.errors import ArgumentError, say
+from fastclip.ops.planner import Plan, PlanLog, Planner
+from fastclip.trace.findings import TraceLog
+
+# -------------------------------------------------------------------------------------------------
+# What make_private is asked for, read and checked once.
+
+
+FAST_MODES = ("fast", "ghost")
+MATERIALISED_MODES = ("hooks", "functorch", "ew")
+SPREAD_MODES = ("ghost_fsdp", "ghost_tp")
+"""Opacus' own, whose losses are taken apart sample by sample."""
+MODES = (*FAST_MODES, *MATERIALISED_MODES, *SPREAD_MODES, "no_op")
+
+
+class Afforded(float):
+    """A noise multiplier that a privacy budget affords.
+
+    Args:
+        epochs: of the run that spends it. delta: of the budget. reserved: counts that it covers, too.
+    """
+
+    def __new__(cls, value: float, *_: Any) -> Afforded:
+        return super().__new__(cls, value)
+
+    def __init__(
+        self, value: float, epochs: float = 0.0, delta: float = 0.0, reserved: Sequence[Entry] = ()
+    ) -> None:
+        self.epochs, self.delta, self.reserved = epochs, delta, reserved
+
+
+@dataclass(frozen=True, eq=False)
+class PrivacyRequest:
+    """The arguments of one make_private. It holds model and data: it lasts as long as that call."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    criterion: Any
+    data_loader: DataLoader
+    noise_multiplier: float
+    max_grad_norm: float | Sequence[float]
+    batch_first: bool
+    loss_reduction: str
+    clipping: str | Clipping
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+    rand_on_empty: bool
+    model_loss: str
+    sampling: Request
+    options: Mapping[str, Any]
+    """Further keywords, which are the strategy's, or those of an optimizer of Opacus."""
+    secure: bool
+    planned: Afforded | None
+    """The noise multiplier, where it was found for a budget."""
+    strategy: Clipping | None
+    """None in Opacus' own modes."""
+
+    @classmethod
+    def checked(
+        cls, secure: bool, mechanism: str, *, criterion: Any, clipping: Any, noise_multiplier: Any,
+        kwargs: Mapping[str, Any], **given: Any,
+    ) -> PrivacyRequest:  # fmt: skip
+        """Arguments of `FastPrivacyEngine.make_private`, all of them.
+
+        Args:
+            secure: the engine's noise is secure. mechanism: of its accountant.
+
+        Raises:
+            fastclip.errors.*: naming the keyword and the way out.
+        """
+        clipping, options = named(clipping, kwargs)
+        mode, reduction = given["grad_sample_mode"], given["loss_reduction"]
+        fast = mode in FAST_MODES
+        validation.choice("grad_sample_mode", mode, MODES)
+        validation.choice("loss_reduction", reduction, ("mean", "sum"))
+        if criterion is None:
+            criterion = nn.CrossEntropyLoss(reduction=reduction)
+        check_criterion(criterion, reduction, given["module"])
+        validation.check_model_loss(given["model_loss"], reduction, fast)
+        if mode not in SPREAD_MODES and given["model_loss"] == "own":
+            check_coupling(criterion)
+        validation.check_inner_step(given["optimizer"])
+        validation.check_arguments(given)
+        drawn = Request(**{name: given.pop(name) for name in SAMPLING})
+        if not fast:
+            _check_for_opacus(mode, drawn, clipping, given["rand_on_empty"])
+        if given["noise_generator"] is not None and secure:
+            raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
+        planned = noise_multiplier if isinstance(noise_multiplier, Afforded) else None
+        sigma = not_negative("noise_multiplier", noise_multiplier)
+        validation.check_optimizer(given["module"], given["optimizer"])
+        strategy = resolve(clipping, options, sigma) if fast else None
+        if strategy is not None:
+            validation.check_schedule(strategy.noise, mechanism)
+        return cls(
+            criterion=criterion, clipping=clipping, noise_multiplier=sigma, sampling=drawn,
+            options=options, secure=secure, planned=planned, strategy=strategy, **given,
+        )  # fmt: skip
+
+    @property
+    def fast(self) -> bool:
+        """Not one of Opacus' own modes."""
+        return self.grad_sample_mode in FAST_MODES
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that takes the noisy gradients."""
+        given = self.optimizer
+        return given.original_optimizer if isinstance(given, DPOptimizer) else given
+
+    def of(self, *names: str) -> dict[str, Any]:
+        """Some of the arguments, by name."""
+        return {name: getattr(self, name) for name in names}
+
+
+def _check_for_opacus(mode: str, sampling: Request, clipping: Any, rand_on_empty: bool) -> None:
+    """Refuse what Opacus' own modes do not do."""
+    if asked := sampling.beyond_opacus:
+        raise ArgumentError(
+            f"grad_sample_mode={mode!r} draws rows as Opacus does, without {', '.join(asked)}; omit "
+            "grad_sample_mode, or these"
+        )
+    if rand_on_empty and mode not in MATERIALISED_MODES:
+        raise ArgumentError(
+            f"rand_on_empty=True in grad_sample_mode={mode!r} would train on placeholder rows; omit "
+            "it, or use the fast mode, where they contribute nothing"
+        )
+    if isinstance(clipping, Clipping):
+        raise ArgumentError(
+            f"grad_sample_mode={mode!r} clips as Opacus does, which takes 'flat', 'per_layer' or "
+            "'adaptive'; strategies of fastclip.clipping run in the fast mode: omit grad_sample_mode"
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateRun:
+    """One model that was made private; it outlives that model, and does not keep it."""
+
+    design: SamplingDesign
+    """How its rows are drawn."""
+    releases: Releases
+    state: ClippingState
+    batch: LogicalBatch
+    plan_log: PlanLog
+    looks: Sequence[object]
+    """Of the calls of its book-keeper, which these belong to."""
+    trace_log: TraceLog
+    planned: Afforded | None
+    """Its noise multiplier, where that was found for a budget."""
+    held: ref[BookKeeper]
+    """By the model and its optimizer."""
+    loader: ref[DataLoader]
+
+    @classmethod
+    def of(
+        cls, keeper: BookKeeper, releases: Releases, loader: DataLoader, planned: Afforded | None
+    ) -> PrivateRun:
+        """Of a model that has just been made private."""
+        return cls(
+            releases.design, releases, keeper.clipping, keeper.batch, keeper.plan_log,
+            keeper.calls.looks, keeper.trace.log, planned, ref(keeper), ref(loader),
+        )  # fmt: skip
+
+    @property
+    def keeper(self) -> BookKeeper | None:
+        """The book-keeper, while anybody has the model or its optimizer, and it is private."""
+        keeper = self.held()
+        return None if keeper is None or self.batch.retired else keeper
+
+    @property
+    def counts(self) -> bool:
+        """It goes on; or what it has released, without a cleanup(), is a part of the claim."""
+        return self.keeper is not None or bool(self.releases.steps and not self.batch.retired)
+
+    def plan(self) -> Plan:
+        """How norms are computed."""
+        return self.plan_log.plan(self.looks)
+
+    def sensitivity(self) -> float:
+        """At which the next step's noise is scaled; of the last, where that is not paid for yet."""
+        state = self.state
+        ahead = state.next if self.batch.fresh else state.current
+        same_step = state.strategy.threshold.same_step
+        return float(state.strategy.sensitivity(state.paid if same_step else ahead))
+
+    def secured(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What is kept from those who could foresee or repeat it, and what is not, as it runs now."""
+        source, loader = self.state.noise, self.loader()
+        rows = self.design.secure if loader is None else draws_securely(loader)
+        kept = {
+            "noise of the gradients and of counts": source.secure,
+            "which rows are drawn": rows,
+            "the last bits of noise, from which sums could be read": source.guarded,
+            "the tails of noise, which end where those of a normal do not": source.secure,
+        }
+        return tuple(t for t in kept if kept[t]), tuple(t for t in kept if not kept[t])
+
+    def whole_history(self, epochs: float) -> list[Any]:
+        """What the ledger will hold after so many passes."""
+        schedule, sigma = self.state.strategy.noise, self.state.first_multiplier
+        reserved = () if self.planned is None else self.planned.reserved
+        return [*planned_history(self.design, schedule, sigma, epochs), *reserved]
+
+
+def mechanism_of(
+    run: PrivateRun, ledger: Ledger, spent: Any, delta: float | None, epochs: float | None
+) -> Mechanism:
+    """`FastPrivacyEngine.mechanism` of a run; `spent`: delta -> epsilon of its ledger."""
+    design, state, accountant, planned = run.design, run.state, ledger.mechanism(), run.planned
+    delta = getattr(planned, "delta", None) if delta is None else between("delta", delta, 0, 1)
+    epochs = getattr(planned, "epochs", None) if epochs is None else positive("epochs", epochs)
+    whole = () if epochs is None else tuple(run.whole_history(epochs))
+    secure, insecure = run.secured()
+    hidden = ledger.protected.beside(design.protected).size_is_secret
+    return Mechanism(
+        unit=design.unit, neighbours=neighbours(design, hidden), sampler=design.sampler,
+        sample_rate=design.rate, sampled_independently=design.poisson,
+        public_size=design.public, units=None if hidden else design.units or None,
+        expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
+        max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
+        sensitivity=run.sensitivity(), noise=state.levels,
+        schedule=str(state.strategy.noise), taken=tuple(ledger.history), planned=whole,
+        accountant=accountant, delta=delta, epsilon=None if delta is None else spent(delta),
+        planned_epsilon=epsilon(whole, delta, accountant) if delta and whole else None,
+        secure=secure, insecure=insecure,
+        trusted=(*trusted(design, hidden), *said_of_overlaps(ledger)),
+    )  # fmt: skip
+
+
+def noise_for(
+    ledger: Ledger, design: SamplingDesign, clipping: str | Clipping, target: tuple[float, float],
+    epochs: float, reserved: tuple[Entry, ...], accounting: dict[str, Any],
+) -> Afforded:  # fmt: skip
+    """The noise multiplier of the first step of a run that is to spend (epsilon, delta).
+
+    Args:
+        epochs: of the run. reserved: of counts. accounting: options of the accountant.
+    """
+    if len(ledger) > 0:
+        say(
+            "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
+            "engine's accountant has recorded steps: the overall epsilon will be higher"
+        )
+    schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
+    records = planned_history(design, schedule, 1.0, epochs)
+    sigma = find_noise_multiplier(
+        target_epsilon=target[0], target_delta=target[1], sample_rate=records[0][1],
+        steps=sum(count for *_, count in records), schedule=AsPlanned(design, schedule, epochs),
+        accountant=ledger.mechanism(), reserved=reserved, **accounting,
+    )  # fmt: skip
+    return Afforded(sigma, epochs, target[1], reserved)
+
+
+def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
+    """Warn of a delta that lets a run publish one whole sample of N, and whether it does.
+
+    Where q and B are public N is B / q, which tells nothing of the data.
+    """
+    size = design.expected_batch_size / design.rate if design.public else design.units
+    if delta * size < 1:
+        return False
+    unit = "sample" if design.unit == "row" else design.unit
+    say(
+        f"delta={delta:g} in {call} is at least 1/N (N = {size:.0f} {unit}s), which allows a run to "
+        f"publish one whole {unit}. Choose a smaller delta, or silence this with "
+        'warnings.filterwarnings("ignore", "delta=").'
+    )
+    return True
+
+
+def set_groups(keepers: Sequence[BookKeeper], ids: Tensor, module: Any) -> None:
+    """`FastPrivacyEngine.set_groups`, of one of the models that have these book-keepers."""
+    if module is not None:
+        keepers = [keeper for keeper in keepers if keeper is getattr(module, "keeper", None)]
+    if len(keepers) != 1:
+        raise ArgumentError(
+            f"set_groups expects the private model that it speaks of: {len(keepers)} models of this "
+            "engine come into question; pass module=, the model that make_private returned"
+        )
+    keepers[0].clipping.set_groups(ids, 0 in keepers[0].batch.in_hand())
+
+
+# -------------------------------------------------------------------------------------------------
+# The steps of make_private in the fast mode: model, data loader, optimizer, criterion.
+#
+# Each is a call of the engine's method of Opacus' name, which a subclass may override.
+
+
+PrivateModel = FastGradSampleModule | FastGradSampleHooks
+
+
+def make_fast(
+    request: PrivacyRequest, making: Preparation, *, planner: Planner,
+    ledger: Callable[[], Ledger], validate: Callable[..., None],
+) -> tuple[tuple, Releases]:  # fmt: skip
+    """What make_private returns, and what records the steps.
+
+    Args:
+        ledger: of the engine, whenever a step is taken. planner, validate: the engine's.
+    """
+
+    def own() -> PrivateModel:
+        with unwrapped(request.module) as module:
+            made = _intercepted(request, module, ledger(), planner, validate)
+        making.undo.push(partial(refuse, made.keeper.clipping.ranks))
+        making.undo.callback(made.cleanup)
+        return made
+
+    model: PrivateModel = making.call_for_own(
+        MODEL, own, request.module, wrap_model=request.wrap_model,
+        **request.of("batch_first", "max_grad_norm", "loss_reduction", "grad_sample_mode"),
+    )  # fmt: skip
+    keeper, ranks = model.keeper, model.keeper.clipping.ranks
+    if request.model_loss == "per_sample":
+        replace_losses(model, request.criterion)
+    drawing = call_for_loader(
+        making, request.data_loader, request.sampling, ledger(), ranks, secure=request.secure,
+        distributed=ranks is not None, **request.of("batch_first", "rand_on_empty"),
+    )  # fmt: skip
+    keeper.batch.accumulation_allowed = not request.sampling.poisson_sampling
+    keeper.batch.draws, keeper.batch.views = drawing.draws, request.sampling.views
+    keeper.trace.listen(drawing.draws, request.sampling.views)
+    releases = Releases(drawing.design, drawing.draws, ledger, ranks)
+    optimizer = _make_optimizer(request, making, keeper, releases)
+    if request.grad_sample_mode != "ghost":
+        return (model, optimizer, drawing.loader), releases
+    criterion = making.call(
+        CRITERION, lambda: request.criterion, module=model, optimizer=optimizer,
+        **request.of("criterion", "loss_reduction"), **request.options,
+    )  # fmt: skip
+    check_criterion(criterion, request.loss_reduction, model)
+    check_coupling(criterion)
+    return (model, optimizer, criterion, drawing.loader), releases
+
+
+def _intercepted(
+    request: PrivacyRequest, module: nn.Module, ledger: Ledger, planner: Planner, validate: Any
+) -> PrivateModel:
+    wrapper = module if isinstance(module, FastGradSampleModule) else None
+    module = module if wrapper is None else wrapper._module
+    assert request.strategy is not None
+    with whole(ranks := ranks_of(module)):
+        validate(module=bare(module))
+        trained, frozen = held_by(request.optimizer, uncompiled(bare(module)), ranks)
+        keeper = BookKeeper(
+            trained, request.strategy, request.max_grad_norm,
+            mean_loss=request.loss_reduction == "mean", batch_axis=0 if request.batch_first else 1,
+            frozen=frozen, planner=planner,
+        )  # fmt: skip
+        keeper.clipping.ranks = ranks
+        go_on_with(ledger, wrapper, module, keeper.names)
+        if wrapper is not None:
+            wrapper.to_standard_module()  # all is checked: the earlier engine may let go
+        kind = FastGradSampleModule if request.wrap_model else FastGradSampleHooks
+        return kind(module, keeper=keeper, **request.of("batch_first", "loss_reduction"))
+
+
+def _make_optimizer(
+    request: PrivacyRequest, making: Preparation, keeper: BookKeeper, releases: Releases
+) -> FastDPOptimizer:
+    size, inner, ranks = releases.design.expected_batch_size, request.inner, keeper.clipping.ranks
+
+    def own() -> FastDPOptimizer:
+        made = FastDPOptimizer(
+            inner, keeper=keeper, expected_batch_size=size, generator=request.noise_generator,
+            secure_mode=request.secure, **request.of("noise_multiplier", "loss_reduction"),
+        )  # fmt: skip
+        account_with(made, releases, ranks)  # first: what an override attaches to it stays
+        return made
+
+    names = ("max_grad_norm", "clipping", "noise_generator", "grad_sample_mode")
+    private: FastDPOptimizer = making.call_for_own(
+        OPTIMIZER, own, optimizer=inner, expected_batch_size=size,
+        distributed=ranks is not None, **request.options,
+        **request.of("noise_multiplier", "loss_reduction", *names),
+    )  # fmt: skip
+    return private

@@ -1,0 +1,385 @@
+"""A training step's pass as one call, compiled or replayed as CUDA graphs: `engine.make_step`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fastclip.backward.guards import arm
+from fastclip.backward.state import BookKeeper
+from fastclip.clipping.policy import split_refused
+from fastclip.core.autograd import reached_without
+from fastclip.core.checks import whole
+from fastclip.engine.capture import Frozen, Recording, check_decided, settled, surroundings
+from fastclip.engine.graphs import Recorder, TracedRecorder, recorder_of
+from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError, say
+from fastclip.samples.inputs import flatten, rebuild
+
+_MOST_KINDS = 8
+"""Kinds of batches that are captured; each holds memory of its own."""
+_MOST_CAPTURES, _MOST_COMPILED = 32, 8
+_MOST_SEEN = 64
+"""Kinds that are remembered until they come again: names of rows are a kind of their own each time."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+_Recorders = Callable[[torch.device], Recorder]
+
+
+def make_step(
+    keepers: Iterable[BookKeeper], model: nn.Module, loss_function: Callable[..., Tensor], *,
+    physical_batch: int | None, cuda_graph: bool, compile: bool,
+) -> Step:  # fmt: skip
+    """`FastPrivacyEngine.make_step`, of one of the models that have these book-keepers."""
+    for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name} expects True or False, got {value!r}")
+    if cuda_graph and compile:
+        raise ArgumentError("make_step got both cuda_graph and compile; choose one of them")
+    if any(isinstance(part, FSDPModule) for part in model.modules()):
+        raise ArgumentError(
+            "make_step expects a model that one rank holds as a whole, got one that fully_shard has "
+            "spread, whose passes all ranks make together; call model, loss and backward() yourself"
+        )
+    own: set[Any] = set(model.parameters())
+    found = [keeper for keeper in keepers if keeper.names and own.issuperset(keeper.names)]
+    if len(found) != 1:
+        raise ArgumentError(
+            "make_step expects one model that this engine has made private and that trains, got "
+            f"one that holds {len(found)} of them; pass the model that make_private returned"
+        )
+    (keeper,) = found
+    if keeper.calls.batch_axis:
+        raise ArgumentError(
+            "make_step expects samples along axis 0, but make_private got batch_first=False; move "
+            "the batch first"
+        )
+    rows = _usual_rows(keeper) if physical_batch is None else physical_batch
+    rows = whole("physical_batch", rows, 1)
+    return Step(model, keeper, loss_function, rows, cuda_graph, compile)
+
+
+def _usual_rows(keeper: BookKeeper) -> int:
+    """Rows that nearly every draw has no more of; public, as the expected batch is."""
+    expected = keeper.clipping.expected_batch_size
+    if not expected:
+        raise ArgumentError(
+            "make_step got no physical_batch, and the optimizer has no expected_batch_size to choose it "
+            "from; pass physical_batch"
+        )
+    draws = keeper.batch.draws
+    margin = 3 * math.sqrt(expected) if draws is None or draws.independent else 0.0
+    return 8 * math.ceil((expected + margin) * keeper.batch.views / 8)
+
+
+class Step:
+    """Forward pass, loss, backward pass, norms and clipped sums of one batch; see `engine.make_step`.
+
+    Args:
+        model: what `loss_function` is called with.
+        keeper: of the private model.
+        loss_function: (model, *batch) -> losses [n].
+        physical_batch: rows that are run at once.
+        cuda_graph: replay CUDA graphs where the model is on a GPU.
+        compiles: compile a pass whole, with what it needs for the norms and sums.
+    """
+
+    def __init__(
+        self, model: nn.Module, keeper: BookKeeper, loss_function: Callable[..., Tensor],
+        physical_batch: int, cuda_graph: bool, compiles: bool,
+    ) -> None:  # fmt: skip
+        self._model, self._keeper, self._losses_of = model, keeper, loss_function
+        self.physical_batch = physical_batch
+        self._graphs, self._compiles, self._captures = cuda_graph, compiles, 0
+        self._seen: set[Any] = set()
+        self._new: Any = None
+        """The kind of the batch in hand, where it has not been seen."""
+        self._recordings: dict[Any, Recording] = {}
+
+    def __reduce__(self) -> Any:
+        raise ArgumentError(
+            "a step holds a device's memory: make another one with engine.make_step"
+        )
+
+    @property
+    def captured(self) -> int:
+        """Kinds of batches that are replayed."""
+        return len(self._recordings)
+
+    def forget(self) -> None:
+        """Capture again: for Python values of the loss function that have changed."""
+        self._recordings.clear()
+        self._seen.clear()
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Train on a batch: afterwards its rows are clipped and summed, for `optimizer.step()`.
+
+        Returns:
+            The mean (or sum, as loss_reduction says) of its losses, without a graph, NOT private; 0 for
+            an empty batch.
+
+        Raises:
+            fastclip.errors.*: the batch, the losses or the state of the model do not allow it.
+        """
+        keeper = self._keeper
+        if keeper.paused:
+            raise StepError("a step trains: call it outside of engine.paused()")
+        if keeper.batch.retired:
+            raise StepError("the model of this step is not private any more: make_step another one")
+        if not torch.is_grad_enabled():
+            raise StepError("a step trains: call it outside of torch.no_grad()")
+        device = next(iter(keeper.names)).device
+        leaves, structure = flatten((batch, {}))
+        leaves = [x.to(device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
+        rows, parts = self._parts(leaves)
+        if len(parts) > 1 and _lists(batch, rows):
+            raise BatchSizeError(
+                f"the batch holds a list of {rows} values, one a row, which a step does not divide into "
+                f"parts of {self.physical_batch}; make a tensor of them, or pass a physical_batch that "
+                "holds every draw"
+            )
+        recorder = self._recorder(device)
+        totals: list[Tensor] = []
+        norms: list[Tensor | None] = []
+        before = keeper.batch.state, keeper.batch.pending
+        try:
+            for number in keeper.clipping.by_parts([last - first for first, last in parts]):
+                first, last = parts[number]
+                if number:
+                    keeper.batch.step(skip=True)
+                part = [x[first:last] if _is_tensor(x) else x for x in leaves]
+                totals.append(self._train(part, structure, last - first, recorder).sum())
+                norms.append(keeper.per_sample_norms)
+        except BaseException:  # of a batch that is tried again no row may count twice
+            if totals or before != (keeper.batch.state, keeper.batch.pending):
+                keeper.batch.break_off()
+            raise
+        if len(norms) > 1:
+            keeper.per_sample_norms = torch.cat([x for x in norms if x is not None])
+        total = sum(totals[1:], totals[0])
+        return total / max(rows, 1) if keeper.mean_loss else total
+
+    def _parts(self, leaves: list[Any]) -> tuple[int, list[tuple[int, int]]]:
+        """Rows of the batch, and of its physical batches the first and the one after the last."""
+        shapes = [tuple(x.shape) for x in leaves if _is_tensor(x)]
+        if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+            raise BatchSizeError(
+                "a step expects every tensor of the batch to hold its rows along axis 0, got shapes "
+                f"{shapes}; make what all rows share in the loss function"
+            )
+        rows, most = shapes[0][0], self.physical_batch
+        parts = [(i, min(i + most, rows)) for i in range(0, rows, most)] or [(0, 0)]
+        policy, batch = self._keeper.clipping.strategy.threshold, self._keeper.batch
+        if len(parts) > 1 and policy.same_step:
+            raise StepError(split_refused(type(policy).__name__))
+        if len(parts) > 1 and batch.draws is not None and batch.draws.stream:
+            raise BatchSizeError(
+                f"a batch of a stream (IterableDataset) is run at once, but this one holds {rows} rows "
+                f"and physical_batch is {most}: make the loader's batch_size no larger, and call "
+                "optimizer.step() after several batches"
+            )
+        units = batch.next_units is not None or (batch.draws is not None and batch.draws.by_units)
+        if batch.views > 1 and (len(parts) > 1 or self._graphs or self._compiles):
+            raise StepError(
+                f"make_step with views={batch.views} neither captures nor splits a batch, here of "
+                f"{rows} rows. Omit cuda_graph and compile, and let physical_batch hold every draw"
+            )
+        if units and (len(parts) > 1 or self._graphs or self._compiles):
+            raise StepError(
+                "rows are clipped by units (unit_ids), whose number moves from batch to batch, which a "
+                "step neither captures nor splits; make it without cuda_graph and compile, with a "
+                "physical_batch that holds every draw"
+            )
+        return rows, parts
+
+    def _recorder(self, device: torch.device) -> _Recorders | None:
+        if self._compiles:
+            return TracedRecorder
+        if not self._graphs:
+            return None
+        recorder = recorder_of(device)
+        if recorder is None:
+            self._graphs = False
+            say(
+                f"cuda_graph=True, but the model is on {device.type!r}: the step runs without a graph"
+            )
+        return recorder
+
+    def _train(
+        self, leaves: list[Any], structure: Any, rows: int, recorder: _Recorders | None
+    ) -> Tensor:
+        """One physical batch contributes; the losses of its rows."""
+        if recorder is None or not rows:
+            return self._run(leaves, structure)
+        try:
+            recording = self._recording(leaves, structure, recorder)
+            if recording is not None:
+                inputs = iter(recording.inputs)
+                for leaf in leaves:
+                    if _is_tensor(leaf):
+                        _fill(next(inputs), leaf)
+                recording.prove_again()
+        except GraphError as error:
+            if not self._compiles:
+                raise
+            self._compiles, recording = False, None
+            self.forget()
+            say(f"the step runs without being compiled: {error}")
+        if recording is not None:
+            return recording.contribute(rows)
+        new, self._new = self._new, None
+        losses = self._run(leaves, structure)
+        if new is not None:  # which has run to its end
+            if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
+                self._seen.clear()
+            self._seen.add(new)
+        return losses
+
+    def _run(self, leaves: list[Any], structure: Any) -> Tensor:
+        """Forward pass, loss and backward pass, as a training loop would run them."""
+        batch, _ = rebuild(list(leaves), structure)
+        losses = self._losses_of(self._model, *batch)
+        rows = next(len(x) for x in leaves if _is_tensor(x))
+        if not isinstance(losses, Tensor) or losses.shape != (rows,):
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+            raise BatchSizeError(
+                f"loss_function is to return the loss of each row, [{rows}], got {got}: give the "
+                'criterion reduction="none" (and take the mean over the positions of each row), the '
+                "step reduces it"
+            )
+        if rows > 1 and losses.stride() == (0,):
+            raise BatchSizeError(
+                "loss_function is to return the loss of each row, but gave one number of the whole "
+                'batch, expanded; give the criterion reduction="none", the step reduces it'
+            )
+        if not losses.requires_grad:
+            raise GraphError(
+                "loss_function is to return losses that depend on the private model's parameters, got "
+                "some without a gradient: call the model that the step gives it, without detach(), "
+                "no_grad() or a conversion to integers"
+            )
+        if self._keeper.caught is not None:
+            self._check_leaves(losses)
+        share = 1 / max(rows, 1) if self._keeper.mean_loss else 1.0
+        losses.backward(torch.full_like(losses, share))
+        return losses.detach()
+
+    def _check_leaves(self, losses: Tensor) -> None:
+        nodes, _ = reached_without([losses.grad_fn], lambda node: False)
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        others = [list(x.shape) for x in leaves if x not in self._keeper.names]
+        if others:
+            raise GraphError(
+                f"the loss trains tensors of shapes {others} that are not the private optimizer's, "
+                "whose gradients a graph would overwrite; freeze them, or make the step without a graph"
+            )
+
+    # Recordings
+
+    def _recording(
+        self, leaves: list[Any], structure: Any, recorder: _Recorders
+    ) -> Recording | None:
+        """What is to be replayed; None: this batch runs as it is."""
+        keeper = self._keeper
+        keeper.drop_stale()
+        keeper.check_unchanged()
+        keeper.check_hooks(keeper.names)
+        arm(keeper)
+        device = next(iter(keeper.names)).device
+        kind = repr((_kind(leaves), structure, surroundings(device)))
+        known = self._recordings.get(kind)
+        if known is not None:
+            if not known.changed():
+                return known
+            self.forget()
+        if kind not in self._seen:  # it may be looked at, and shows what it needs
+            self._new = kind
+            return None
+        if keeper.trace.left:  # whether samples are independent is not known yet
+            return None
+        check_decided(keeper)
+        if len(self._recordings) >= _MOST_KINDS or not settled(keeper, self.physical_batch):
+            return None
+        most = _MOST_COMPILED if self._compiles else _MOST_CAPTURES
+        if self._captures >= most:
+            return None
+        if len(next(filter(_is_tensor, leaves))) < min(2, self.physical_batch):
+            return None  # no row to tell it from
+        self._captures += 1
+        if self._captures == most:
+            say(
+                f"the model, the loss or the batches have changed so often that {most} graphs were "
+                "made; all other batches run without one"
+            )
+        self._check_place(device)
+        keeper.trace.end()  # what is filled up holds others than these rows
+        inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]
+        for room, leaf in zip(inputs, filter(_is_tensor, leaves), strict=True):
+            _fill(room, leaf)
+        held = iter(inputs)
+        padded = [next(held) if _is_tensor(x) else x for x in leaves]
+        recording = Recording(
+            recorder(device), keeper, partial(self._run, padded, structure), inputs,
+            partial(Frozen, self._model, keeper, device, self._losses_of),
+        )  # fmt: skip
+        self._recordings[kind] = recording
+        return recording
+
+    def _check_place(self, device: torch.device) -> None:
+        apart = {str(x.device) for x in (*self._model.parameters(), *self._model.buffers())}
+        if apart != {str(device)}:
+            raise GraphError(
+                f"a graph expects the whole model on one device, got {sorted(apart)}; move it, or make "
+                "the step without a graph"
+            )
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def _lists(value: Any, rows: int) -> bool:
+    """A list or an array in the batch has a value for each row, but is no tensor."""
+    if isinstance(value, Mapping):
+        return any(_lists(x, rows) for x in value.values())
+    if isinstance(value, (list, tuple)):
+        own = len(value) == rows and not any(map(_is_tensor, flatten(value)[0]))
+        return own or any(_lists(x, rows) for x in value)
+    shape: Any = getattr(value, "shape", ())
+    return not _is_tensor(value) and bool(shape) and shape[0] == rows
+
+
+def _kind(leaves: list[Any]) -> tuple[Any, ...]:
+    """All that a graph freezes of a batch."""
+    strange = [type(x).__name__ for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+    if strange:
+        raise GraphError(
+            f"a graph expects tensors and plain values in a batch, got {strange}; take the tensors out "
+            "of them, or make the step without a graph"
+        )
+    if any(_is_tensor(x) and x.requires_grad for x in leaves):
+        raise GraphError(
+            "a tensor of the batch asks for a gradient (requires_grad), which a graph does not give it; "
+            "detach it, or make the step without a graph"
+        )
+    return tuple((x.dtype, tuple(x.shape[1:])) if _is_tensor(x) else x for x in leaves)
+
+
+def _room(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty(rows, *x.shape[1:])
+
+
+def _fill(room: Tensor, x: Tensor) -> None:
+    """The rows of x, and its first one in the place of all that are lacking."""
+    x = x.detach()
+    if len(x) == len(room):
+        room.copy_(x)
+        return
+    room[: len(x)].copy_(x)
+    room[len(x) :].copy_(x[:1].expand(len(room) - len(x), *x.shape[1:]))

@@ -1,0 +1,588 @@
+"""A transformers.Trainer whose model is private in every process that trains it.
+
+The Trainer wraps its model for several processes (DistributedDataParallel, FSDP2) after it has asked for
+the data loader. A private model must be wrapped before: here it is prepared with the loader, by the same
+library, and not once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from opacus.accountants import IAccountant
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import Trainer, TrainerCallback
+
+from fastclip.accounting import epsilon
+from fastclip.accounting.steps import History, joined, read_segments
+from fastclip.core.system import write_whole
+from fastclip.core.torch_names import tree_leaves
+from fastclip.data.design import SamplingDesign, records
+from fastclip.data.loader import PoissonSampler
+from fastclip.data.units import cut_between_units, too_large
+from fastclip.distributed.ranks import Ranks
+from fastclip.engine.optimizer import FastDPOptimizer
+from fastclip.errors import ArgumentError, BatchSizeError
+
+_CLIPPING = "privacy_clipping.pt"
+"""File of a checkpoint of shards that holds the clipping strategy's state."""
+
+
+class RanksTrainer(Trainer):
+    """Prepares the model for its processes, saves and loads what they share.
+
+    In one process it does what the Trainer does.
+    """
+
+    sampling_generator: torch.Generator
+    """Of the loader; draws of rows are seeded from it."""
+    private_loader: DataLoader | None = None
+    """Within train()."""
+    _drawing: PoissonSampler | None = None
+    _share: DistributedSampler | None = None
+    """What deals rows out to processes, without Poisson sampling."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that train the private model; None for one."""
+        return self.dp_optimizer.keeper.clipping.ranks
+
+    @property
+    def dp_optimizer(self) -> FastDPOptimizer:
+        """The private optimizer, without Accelerate's wrapper."""
+        optimizer: Any = self.optimizer
+        while optimizer is not None and not isinstance(optimizer, FastDPOptimizer):
+            optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            raise ArgumentError("there is no private optimizer before train() has begun")
+        return optimizer
+
+    # Before training
+
+    def _prepared(self) -> nn.Module:
+        """The model as its processes train it, from which the optimizer has its parameters."""
+        self.create_optimizer()
+        self.optimizer: Any = innermost(self.optimizer)
+        model: Any = self.model
+        if isinstance(self.model, FSDPModule):  # by an earlier train()
+            if not self.is_fsdp_enabled:
+                raise ArgumentError(
+                    "the model was spread by fully_shard before the Trainer got it, which would save "
+                    "and load it as if it were whole; pass it plain, with TrainingArguments(fsdp=True)"
+                )
+            self.accelerator.prepare_model(model, evaluation_mode=True)  # an evaluation asks for it
+        else:
+            _unprepare(model)
+            if self.is_fsdp_enabled:
+                model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+            elif self.args.world_size > 1:
+                # Autocast is to be around the private forward.
+                with _without_autocast(self.accelerator):
+                    model = self.accelerator.prepare_model(model)
+        self.model_wrapped = model
+        return model.train()
+
+    def _prepare_for_training(
+        self, max_steps: Any, train_dataloader: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What was made with the loader (the optimizer, the wrapped model) is not made once more."""
+        self._check_drawn(train_dataloader is self.private_loader)
+        if self.model_wrapped is not self.model:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)  # autocast alone
+        with _optimizer_made(self):
+            if not self.is_fsdp_enabled:
+                return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+            with _models_prepared(self.accelerator):
+                return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+
+    def _check_drawn(self, privately: bool) -> None:
+        """Refuse batches of a loader of the user's own."""
+        if not privately:
+            raise ArgumentError(
+                f"the loader of {type(self).__name__}.get_train_dataloader is not the one that draws "
+                "rows privately, or was changed: let it return super().get_train_dataloader() as it is; "
+                "pass the rows to train on as train_dataset, and what joins them as data_collator"
+            )
+
+    def _shares(self, dataset: Dataset, shuffle: bool) -> dict[str, Any]:
+        """Arguments of a loader whose rows are drawn by all processes together.
+
+        Args:
+            shuffle: rows come in a random order, and each process needs a share of its own; else they
+                are drawn by Poisson sampling, which gives shares of any loader.
+        """
+        count = self.args.world_size
+        if not shuffle or count == 1:
+            return {"batch_size": self._train_batch_size * count, "shuffle": shuffle}
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._share = DistributedSampler(
+            dataset, count, self.args.process_index, shuffle=True, seed=seed, drop_last=True
+        )
+        return {"batch_size": self._train_batch_size, "sampler": self._share}
+
+    def _draw_from(self, loader: DataLoader) -> None:
+        """This process draws from a stream of its own, which `seed_draws` can begin anew."""
+        sampler = loader.batch_sampler
+        self._drawing = sampler if isinstance(sampler, PoissonSampler) else None
+
+    def seed_draws(self, epoch: int) -> None:
+        """The draws of this epoch follow from data_seed, if there is one: other ones in each process."""
+        if self._share is not None:
+            self._share.set_epoch(epoch)
+        if self.args.data_seed is None:
+            return
+        self.sampling_generator.manual_seed(self.args.data_seed + epoch)
+        if self._drawing is not None:
+            self._drawing.draw_anew()
+
+    # A step
+
+    def _parts(self, batches: list[Any], sizes: list[int], spare: Any) -> list[tuple[Any, int]]:
+        """The physical batches of a draw, and their rows; equally many in all processes if need be.
+
+        Args:
+            spare: () -> a batch of one row, which stands for none.
+        """
+        parts = list(zip(batches, sizes, strict=True))
+        if self.ranks is not None and self.ranks.shards is not None:
+            missing = self.ranks.most(len(parts)) - len(parts)
+            parts += [(spare(), 0) for _ in range(missing)]
+        return parts
+
+    # Checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Of shards: the inner optimizer's, for torch asks an optimizer for a step to know its state."""
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        with self._inner_optimizer():
+            super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            state = self.dp_optimizer.keeper.clipping.state_dict()
+            write_whole(os.path.join(output_dir, _CLIPPING), lambda file: torch.save(state, file))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.is_fsdp_enabled:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        with self._inner_optimizer():
+            super()._load_optimizer_and_scheduler(checkpoint)
+        path = os.path.join(checkpoint, _CLIPPING)
+        if os.path.isfile(path):
+            keeper = self.dp_optimizer.keeper
+            keeper.clipping.load_state_dict(torch.load(path, weights_only=True), keeper.batch.fresh)
+
+    @contextmanager
+    def _inner_optimizer(self) -> Iterator[None]:
+        private = self.optimizer
+        self.optimizer = AcceleratedOptimizer(
+            self.dp_optimizer.original_optimizer, device_placement=False
+        )
+        try:
+            yield
+        finally:
+            self.optimizer = private
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The user's optimizer: of an earlier train(), without Accelerate's and the engine's wrappers."""
+    while True:
+        inner = getattr(optimizer, "original_optimizer", None) or getattr(
+            optimizer, "optimizer", None
+        )
+        if inner is None:
+            return optimizer
+        optimizer = inner
+
+
+def _unprepare(model: nn.Module) -> None:
+    """As before an evaluation or an earlier train(): Accelerate prepares no model twice."""
+    model.__dict__.pop("_is_accelerate_prepared", None)
+    original = model.__dict__.pop("_original_forward", None)  # beneath autocast
+    if getattr(original, "__func__", None) is type(model).forward:
+        model.__dict__.pop("forward", None)
+    elif original is not None:
+        model.__dict__["forward"] = original
+
+
+@contextmanager
+def _without_autocast(accelerator: Any) -> Iterator[None]:
+    before, accelerator.native_amp = accelerator.native_amp, False
+    try:
+        yield
+    finally:
+        accelerator.native_amp = before
+
+
+@contextmanager
+def _optimizer_made(trainer: Trainer) -> Iterator[None]:
+    """Inside, `create_optimizer` returns the private one: a user's own may make another at each call."""
+    trainer.__dict__["create_optimizer"] = lambda *_, **__: trainer.optimizer
+    try:
+        yield
+    finally:
+        del trainer.__dict__["create_optimizer"]
+
+
+@contextmanager
+def _models_prepared(accelerator: Any) -> Iterator[None]:
+    """Inside, `accelerator.prepare` leaves models as they are.
+
+    Of a model that is spread already, Accelerate tells parameters by the address of their shard, which
+    is the same for all that are empty, and would hand the optimizer one in the place of another.
+    """
+
+    def prepare(*given: Any, **_: Any) -> Any:
+        ready = tuple(
+            accelerator.prepare_optimizer(each) if isinstance(each, torch.optim.Optimizer) else each
+            for each in given
+        )
+        return ready if len(ready) > 1 else ready[0]
+
+    accelerator.prepare = prepare
+    try:
+        yield
+    finally:
+        del accelerator.prepare
+
+
+# -------------------------------------------------------------------------------------------------
+# A logical batch as the data loader hands it over: physical batches, collated one by one.
+#
+# Each physical batch is padded to its own longest row. That length depends on the other rows of
+# the
+# batch, but a row's loss must not: padded positions are left out of attention by the attention
+# mask,
+# and of the loss by their label -100.
+
+
+_OF_ROWS = (
+    "labels", "label", "label_ids", "input_ids", "attention_mask", "token_type_ids", "inputs_embeds",
+    "decoder_input_ids", "pixel_values", "input_values", "input_features",
+)  # fmt: skip
+"""Inputs of transformers' models whose first dimension is the rows."""
+
+
+class LogicalBatchData(list):
+    """The physical batches of one logical batch, in order. Attributes: sizes, their rows."""
+
+    def __init__(self, batches: list[Any], sizes: list[int]) -> None:
+        super().__init__(batches)
+        self.sizes = sizes
+
+
+class NumberedRows:
+    """A data set whose rows come with the number of their unit, for SplitCollate to cut between units.
+
+    Args:
+        dataset: any with __getitem__.
+        unit: int64 [rows], the unit of each row (`Plan.unit`).
+    """
+
+    def __init__(self, dataset: Any, unit: Tensor) -> None:
+        self.dataset, self.unit = dataset, unit
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> tuple[int, Any]:
+        return int(self.unit[row]), self.dataset[row]
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[int, Any]]:
+        """Many at once, where the data set can."""
+        read = getattr(self.dataset, "__getitems__", None)
+        found = read(rows) if read else [self.dataset[row] for row in rows]
+        return [(int(self.unit[i]), row) for i, row in zip(rows, found, strict=True)]
+
+
+def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, rows: int | None) -> Any:
+    """The data set of a private loader, whose rows come with the numbers of their units, if it has any.
+
+    Args:
+        unit: of each row, int64.
+        draws: of the loader.
+        rows: most rows of a physical batch.
+
+    Raises:
+        BatchSizeError: a unit may bring more rows; said before training, not when it is drawn.
+    """
+    if unit is None:
+        return loader.dataset
+    sampler: Any = loader.batch_sampler  # a UnitSampler, for there are units
+    largest = sampler.largest
+    if rows is not None and largest > rows:
+        raise BatchSizeError(too_large(largest, rows))
+    numbered = NumberedRows(loader.dataset, unit)
+    object.__setattr__(loader, "dataset", numbered)
+    draws.physical_rows = rows
+    return numbered
+
+
+class SplitCollate:
+    """Collates a logical batch into physical ones of at most `rows` rows each.
+
+    They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be; where units are drawn
+    (the data set is NumberedRows), between units (`Draws.physical_rows` must say so, too). An
+    empty logical batch (Poisson sampling draws one at times) becomes one physical batch of a
+    placeholder row: the engine knows that the draw was empty, so it contributes exactly nothing, and
+    the model need not bear an input without rows.
+
+    Args:
+        collate: the user's data collator.
+        dataset: gives the placeholder row its shape.
+        rows: most rows of a physical batch; None never splits.
+    """
+
+    def __init__(self, collate: Callable[[list], Any], dataset: Any, rows: int | None) -> None:
+        self.collate, self.dataset, self.rows = collate, dataset, rows
+
+    def __call__(self, drawn: list[Any]) -> LogicalBatchData:
+        if not drawn:
+            return LogicalBatchData([self.placeholder()], [0])
+        cuts: Sequence[Sequence[int]]
+        if isinstance(self.dataset, NumberedRows):
+            sizes = [len(list(rows)) for _, rows in groupby(drawn, key=itemgetter(0))]
+            cuts, drawn = cut_between_units(sizes, self.rows), [row for _, row in drawn]
+        else:
+            parts = -(-len(drawn) // (self.rows or len(drawn)))
+            cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
+        batches = [self._collated([drawn[i] for i in cut]) for cut in cuts]
+        return LogicalBatchData(batches, [len(cut) for cut in cuts])
+
+    def _collated(self, drawn: list[Any]) -> Any:
+        batch = self.collate(drawn)
+        for found in _row_counts(batch):
+            if found != len(drawn):
+                raise ArgumentError(
+                    f"the collator returned {found} rows for {len(drawn)} rows of the data set, but one "
+                    "row of the data set must stay one row of the batch, for each is clipped as one: "
+                    "join, pack or cut rows into chunks before training, so that what privacy protects "
+                    "is a row of train_dataset"
+                )
+        return batch
+
+    def placeholder(self) -> Any:
+        """A batch of one row, which stands for none."""
+        row = self.dataset[0]
+        return self._collated([row[1] if isinstance(self.dataset, NumberedRows) else row])
+
+
+def _row_counts(batch: Any) -> list[int]:
+    """How many rows a collated batch says that it has."""
+    if not isinstance(batch, Mapping):
+        return [
+            len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
+        ][:1]
+    tensors = {n: v for n, v in batch.items() if isinstance(v, Tensor) and v.dim()}
+    counts = [len(tensors[name]) for name in _OF_ROWS if name in tensors]
+    return counts or [len(v) for v in tensors.values()][:1]
+
+
+# -------------------------------------------------------------------------------------------------
+# A run that goes on keeps its budget, or is refused before its first step.
+
+
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was asked for with target_epsilon."""
+
+    epsilon: float
+    delta: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the accountant's get_epsilon."""
+
+    def check(
+        self, accountant: IAccountant, optimizer: FastDPOptimizer, design: SamplingDesign, steps: int,
+        way_out: str,
+    ) -> None:  # fmt: skip
+        """Refuse a run whose steps, with those that are spent already, would exceed the budget.
+
+        make_private_with_epsilon finds noise for a run of its own, as if nothing had been spent; a
+        resumed one may have had another length, batch, noise or strategy before.
+
+        Args:
+            accountant: what was spent.
+            optimizer: as it is about to go on: its noise and stage.
+            design: how rows are drawn.
+            steps: real steps to come.
+            way_out: of the message.
+
+        Raises:
+            ArgumentError: with the epsilon that would be reached.
+        """
+        state = optimizer.keeper.clipping
+        sigmas = [
+            state.first_multiplier * state.strategy.noise.factor(state.step + ahead)
+            for ahead in range(steps)
+        ]
+        entries = [*accountant.history, *records(design, sigmas)]
+        reached = epsilon(entries, self.delta, accountant.mechanism(), **self.options)
+        if reached > self.epsilon * (1 + _ROUNDING):
+            raise ArgumentError(
+                f"{steps} more steps at noise_multiplier={optimizer.noise_multiplier:.6g} would bring "
+                f"epsilon to {reached:.4g}, what was spent before included, where "
+                f"target_epsilon={self.epsilon:g}, because the noise was found as if nothing had been "
+                f"spent; {way_out}"
+            )
+
+
+# -------------------------------------------------------------------------------------------------
+# What a Trainer's checkpoint says about privacy, and the seeds of the draws.
+
+
+ACCOUNTANT_NAME = "privacy_accountant.json"
+"""File of a checkpoint that holds what was spent."""
+
+_DIGEST = "file_digest"
+"""Of all that the file says, the run whose draws go on among it."""
+_RUN_STRIDE = 1_000_003
+"""Between the seeds of runs that begin a step apart: more than either has epochs."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The privacy of a checkpoint, read before anything of this run is changed."""
+
+    folder: str
+    saved: dict[str, Any]
+    run: int
+    """The number of the checkpoint's run (`AccountedCheckpoints`)."""
+    steps: int
+    """How many the checkpoint's ledger holds."""
+
+    def draws_on(self, recorded: int, rate: float, processes: int) -> bool:
+        """The draws of that run go on where the checkpoint left them.
+
+        Rows are drawn as in that run, and no step is known that came after the checkpoint.
+
+        Args:
+            recorded: steps in this run's ledger, in which those of the checkpoint are.
+        """
+        now = {"sample_rate": rate, "processes": processes}
+        same = all(self.saved.get(name, value) == value for name, value in now.items())
+        return same and recorded == self.steps
+
+    def check(self, trainer: Any, steps: int) -> None:
+        """Refuse to go on where the budget would be exceeded, or the strategy begin again.
+
+        Args:
+            trainer: about to take its first step.
+            steps: those to come.
+
+        Raises:
+            ArgumentError: with the way out.
+        """
+        optimizer, accountant = trainer.dp_optimizer, trainer.engine.accountant
+        state, done = optimizer.keeper.clipping, trainer.state.global_step
+        if not state.strategy.constant and state.step != done:
+            raise ArgumentError(
+                f"{self.folder} holds no state of {state.strategy.kind} after {done} steps "
+                "(save_only_model=True, or another strategy), so its thresholds and noise would begin "
+                "again; resume from a checkpoint with the optimizer's state, or load its model and "
+                "train anew under this engine"
+            )
+        if trainer.privacy.target_epsilon is not None:
+            before = self.saved.get("noise_multiplier", "the run's")
+            Budget(trainer.privacy.target_epsilon, trainer.privacy.target_delta).check(
+                accountant, optimizer, trainer.engine.sampling, steps,
+                "resume with the batch, the epochs and the target of that run, or pass "
+                f"noise_multiplier={before} and watch epsilon",
+            )  # fmt: skip
+
+
+def read_checkpoint(folder: str, accountant: Any) -> Resumed:
+    """What a checkpoint's run has spent; the accountant is not changed.
+
+    Raises:
+        ArgumentError: if it does not say, or is of another accountant.
+    """
+    path = os.path.join(folder, ACCOUNTANT_NAME)
+    if not os.path.isfile(path):
+        raise ArgumentError(
+            f"{folder} holds no {ACCOUNTANT_NAME}, so what its run has spent is not known; "
+            "resume from a checkpoint of a PrivateTrainer, or load its model and train anew"
+        )
+    with open(path, encoding="utf-8") as file:
+        try:
+            saved = json.load(file)
+        except ValueError:
+            saved = None  # which is refused
+    whole = not isinstance(saved, dict) or saved.pop(_DIGEST, None) in (None, _digest(saved))
+    held = read_segments(saved if whole else None, accountant.mechanism(), path)
+    return Resumed(folder, saved, int(saved.get("run", 0)), _steps(joined(held)))
+
+
+def _steps(history: History) -> int:
+    return sum(steps for *_, steps in history)
+
+
+def _digest(saved: dict[str, Any]) -> str:
+    """Of what a file says; numbers as JSON writes them."""
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
+
+
+class AccountedCheckpoints(TrainerCallback):
+    """Saves what was spent with every checkpoint, checks a resumed run, seeds the epochs' draws.
+
+    Steps are accounted as if their draws were independent, so none may come again under one ledger.
+    Seeds follow from the number of the epoch and that of the run: how many steps the ledger held when
+    its draws began, whoever took them, in this process or, by the engine's file (`write_ahead`), in one
+    that was killed. Only a resumed run whose ledger is the checkpoint's keeps that one's number.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._newest: int | None = None
+        """The epoch of the run that has begun last."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Everything is loaded, and nothing has been released."""
+        self._newest = None
+        if self.trainer.resumed is not None:
+            self.trainer.resumed.check(self.trainer, state.max_steps - state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As Accelerate does, so that a resumed epoch skips the batches that were drawn before.
+
+        The epoch is told by the steps, as the Trainer tells it when it resumes. After one that ended
+        early it may be the same again: what follows has the number of another run.
+        """
+        trainer, resumed = self.trainer, self.trainer.resumed
+        epoch = state.global_step // len(trainer.private_loader)
+        recorded = _steps(trainer.engine.accountant.history)
+        how = trainer.mechanism[1], args.world_size
+        if self._newest is None and resumed is not None and resumed.draws_on(recorded, *how):
+            trainer.run_number = resumed.run
+        elif self._newest is None or epoch <= self._newest:
+            trainer.run_number = recorded
+        self._newest = epoch
+        trainer.seed_draws(epoch + _RUN_STRIDE * trainer.run_number)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Beside the optimizer's state, whose steps it prices."""
+        if not state.is_world_process_zero:
+            return
+        path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", ACCOUNTANT_NAME)
+        trainer = self.trainer
+        saved = {
+            **trainer.engine.accountant.state_dict(), "run": trainer.run_number,
+            "noise_multiplier": trainer.mechanism[0], "sample_rate": trainer.mechanism[1],
+            "processes": trainer.args.world_size,
+        }  # fmt: skip
+        text = json.dumps({**saved, _DIGEST: _digest(saved)})
+        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))

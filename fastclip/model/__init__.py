@@ -1,1 +1,0 @@
-"""The private model: which module is intercepted, by what, and what is refused."""

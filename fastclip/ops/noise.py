@@ -1,0 +1,383 @@
+"""Where the noise of a run comes from: a generator that can be seeded, or nobody's to foresee.
+
+Both sources feed the noise of the gradients and of the counts. `SecureNoise` is that of
+`FastPrivacyEngine(secure_mode=True)`; docs/secure_mode.md says what it protects from and what not.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.core.building import how_to_build
+from fastclip.core.compiler import disable_dynamo
+from fastclip.errors import StepError, say
+from fastclip.ops.clip import add_totals
+from fastclip.ops.dispatch import host_operation
+from fastclip.ops.random import KeyStream, OwnStream, claim, refuse_global_seed
+
+# -------------------------------------------------------------------------------------------------
+# Random bits to normal variables: Box and Muller (1958), safe at the edges, guarded if asked.
+#
+# A pair of normals is r cos(pi t), r sin(pi t) with r = sqrt(-2 log u), u in (0, 1] and t in [-1,
+# 1],
+# each made of a whole word, so that u is never 0 and the largest value is that of the smallest u.
+# csrc/cuda/normal.cuh makes the same normals of the same words, up to rounding; it says more of
+# edges.
+#
+# | word | smallest u | largest normal |
+# |---|---|---|
+# | 32 bits, float32 | 2^-33 | 6.76 |
+# | 64 bits, float64 | 2^-65 | 9.49 |
+#
+# The guard (Holohan and Braghin 2021, section 5.1, as Opacus has it) makes each value half the sum
+# of four
+# independent normals: one floating-point normal takes few of the numbers near it, and which ones
+# are
+# missing can tell the sum it was added to (Mironov 2012, Jin et al. 2022).
+
+
+CHUNK = 65_536
+"""Values at a time: words, radii and angles stay in the cache."""
+GUARD = 4
+
+
+class Bits(Protocol):
+    """A source of uniform words."""
+
+    def fill(self, words: Tensor) -> None:
+        """Overwrite a contiguous CPU tensor with random bits."""
+
+
+def fill_normal(out: Tensor, std: float, bits: Bits, *, guarded: bool) -> None:
+    """Fill a contiguous CPU tensor, float32 or float64, with N(0, std^2).
+
+    Args:
+        out: filled in place. std: of every value. bits: where the words come from.
+        guarded: every value is half the sum of four normals, of four pairs.
+    """
+    if not out.numel():
+        return
+    terms = GUARD if guarded else 1
+    parts = out.view(-1).split(CHUNK // terms)
+    pairs = _Pairs(terms * _half(parts[0]), out.dtype, bits)
+    try:
+        for part in parts:
+            half = _half(part)
+            normals = pairs.draw(terms * half).view(2, terms, half)  # cosines, sines
+            values = normals.sum(1) if guarded else normals
+            torch.mul(values.reshape(-1)[: len(part)], std / math.sqrt(terms), out=part)
+            if guarded:
+                values.zero_()
+    finally:
+        pairs.erase()
+
+
+def _half(part: Tensor) -> int:
+    return (len(part) + 1) // 2
+
+
+class _Pairs:
+    """Buffers for at most `size` pairs, used again and again."""
+
+    def __init__(self, size: int, dtype: torch.dtype, bits: Bits) -> None:
+        self.bits = bits
+        wide = dtype == torch.float64
+        self.words = torch.empty(2 * size, dtype=torch.int64 if wide else torch.int32, device="cpu")
+        self.unsigned = torch.uint64 if wide else torch.uint32
+        self.unit = 2.0**-63 if wide else 2.0**-31  # of a signed word
+        self.buffers = torch.empty(4, size, dtype=dtype, device="cpu")
+
+    def draw(self, count: int) -> Tensor:
+        """The next `count` pairs, [2, count]: cosines and sines; the next call overwrites them."""
+        words = self.words[: 2 * count]
+        self.bits.fill(words)
+        radius, angle = self.buffers[2, :count], self.buffers[3, :count]
+        # The largest words round to u = 1, where log u = 0; the smallest u is half a unit.
+        radius.copy_(words[:count].view(self.unsigned)).add_(0.5).mul_(self.unit / 2)
+        radius.log_().mul_(-2).sqrt_()
+        angle.copy_(words[count:]).add_(0.5).mul_(math.pi * self.unit)
+        values = self.buffers.view(-1)[: 2 * count].view(2, count)
+        torch.cos(angle, out=values[0])
+        torch.sin(angle, out=values[1])
+        return values.mul_(radius)
+
+    def erase(self) -> None:
+        """Whoever reads this memory later must not find the noise."""
+        self.words.zero_()
+        self.buffers.zero_()
+
+
+# -------------------------------------------------------------------------------------------------
+# Normals that nobody can foresee, drawn on the CPU: where they are asked for by any name.
+
+
+@host_operation
+def secure_normals(
+    outs: list[Tensor], std: float, guarded: bool, totals: Sequence[Tensor | None] = (),
+    factor: float = 1.0,
+) -> None:  # fmt: skip
+    """Fill contiguous CPU tensors, float32 or float64, with N(0, std^2) of ChaCha20, and add `totals`.
+
+    Every call draws under keys of its own.
+
+    Args:
+        guarded: each value is half the sum of four normals. totals: one for each of `outs`, or None in
+            its place; or no totals at all. factor: what they are multiplied by.
+    """
+    for out in outs:
+        with KeyStream() as bits:
+            fill_normal(out, std, bits, guarded=guarded)
+    if totals:
+        add_totals(outs, totals, factor)
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+class NoiseSource(ABC):
+    """Independent normal variables, for operations of fastclip.ops that take a source."""
+
+    secure: ClassVar[bool]
+    """Nobody can foresee or repeat what is drawn."""
+    guarded: bool = False
+    """Every value is half the sum of four: a guard against floating-point attacks."""
+    generator: torch.Generator | None = None
+    """What is drawn from as it is; None: nothing that a user gave."""
+    account: Any = None
+    """Of the steps that this noise is drawn for: their number (`steps`), and the ledger's `drawn`."""
+    _noted: tuple[Any, ...] = ()
+    """For which step, and on which device, the state was noted last."""
+
+    def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
+        """The generator that is drawn from on a device; None: torch's own there.
+
+        Raises:
+            StepError: in a fork of a process that drew from it.
+        """
+        return claim(self.generator, "noise", device)
+
+    def drawing(self, device: torch.device | str = "cpu") -> torch.Generator | None:
+        """`stream`, from which noise is about to be drawn for a step.
+
+        Raises:
+            StepError: as `stream`; or it stands where noise of the same ledger was drawn from before.
+        """
+        generator, account = self.stream(device), self.account
+        if generator is not None and account is not None:
+            now = account, account.steps, generator.device
+            if now != self._noted:  # once a step is enough: the rest of it follows
+                account.ledger.drawn.note(generator)
+                self._noted = now
+        return generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy draws for nobody yet."""
+        kept = self.__dict__.items()
+        return {name: value for name, value in kept if name not in ("account", "_noted")}
+
+    @abstractmethod
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        """Fill `out`, of any floating type and device, with N(0, std^2); returns it."""
+
+    def draw(self, like: Tensor, std: float) -> Tensor | None:
+        """N(0, std^2), independent for each entry of `like`; None where std is 0."""
+        if not ops.check_std(std):
+            return None
+        noise = torch.empty_like(like)
+        ops.fill_normal(noise, std, self)
+        return noise
+
+
+class SeededNoise(NoiseSource):
+    """Noise of a torch.Generator, reproducible and as foreseeable as its seed.
+
+    Without a generator it draws from a stream of its own (`OwnStream`), seeded from torch's global
+    generator at the first draw: `torch.manual_seed` before it makes noise that can be repeated, and what
+    sets the global generator afterwards changes nothing.
+
+    It is never copied or pickled with its generator: whoever holds the stream can subtract the noise.
+    A fork of a process that drew from it is refused until it is seeded anew there (StepError). So is a
+    generator that was seeded as torch's global one.
+
+    Args:
+        generator: drawn from as it is.
+        purpose: of the stream of its own; two sources of one purpose may be seeded alike.
+    """
+
+    secure = False
+
+    def __init__(self, generator: torch.Generator | None = None, *, purpose: str = "noise") -> None:
+        self.generator = None if generator is torch.default_generator else generator
+        self._own = OwnStream(None, purpose)
+
+    def of_rank(self, number: int) -> SeededNoise:
+        """A source that draws what no other rank does, seeded from this one's generator, or torch's."""
+        found = SeededNoise()
+        found._own = OwnStream(self.generator, self._own.purpose, number)
+        return found
+
+    def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
+        """The generator that draws on a device: its state is where the noise goes on from.
+
+        Restoring it (`set_state`) repeats the noise bit for bit. Whoever sees it can subtract the noise.
+
+        Returns:
+            None where nothing is drawn (meta), and while a CUDA graph is captured if no generator was
+            given: CUDA's own is the one that replays move on.
+
+        Raises:
+            StepError: in a fork of a process that drew from it, or if its seed is the global one's.
+        """
+        if self.generator is not None:
+            refuse_global_seed(self.generator)
+            return claim(self.generator, "noise")
+        kind = torch.device(device).type
+        if kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None
+        return self._own.on(device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SeededNoise:
+        return SeededNoise(purpose=self._own.purpose)
+
+    def __reduce__(self) -> Any:
+        return partial(SeededNoise, purpose=self._own.purpose), ()
+
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        return out.normal_(0.0, std, generator=self.drawing(out.device))
+
+
+class SecureNoise(NoiseSource):
+    """Cryptographic noise: ChaCha20 under a key that serves one draw and is erased.
+
+    It holds no state, so copies, forks and restored checkpoints draw noise of their own.
+
+    Formal guarantee: no (key, nonce, counter) serves twice but by a collision of 256 random bits; a
+    distinguisher of the noise from that of ideal normals in floating-point arithmetic is one of
+    ChaCha20 or of the operating system's generator.
+
+    Args:
+        guarded: half the sum of four normals for each value (Holohan and Braghin 2021, section 5.1).
+    """
+
+    secure = True
+
+    def __init__(self, guarded: bool = True) -> None:
+        self.guarded = guarded
+
+    @disable_dynamo
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        """Drawn on the CPU; where `out` lies on another device, copied to it.
+
+        Raises:
+            StepError: while a CUDA graph is captured, whose replays would repeat the noise.
+            SecureModeError: without the cryptography package.
+            ArgumentError, ArgumentTypeError: for a std or a type that no noise has.
+        """
+        refuse_capture(out.device)
+        ops.check_floating(out)
+        ops.check_std(std)
+        if out.device.type == "cuda":
+            _say_that_it_is_slow()
+        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        fits = out.device.type == "cpu" and out.dtype == wide and out.is_contiguous()
+        values = out.detach() if fits else torch.empty(out.shape, dtype=wide, device="cpu")
+        try:
+            secure_normals([values], std, self.guarded)
+            if not fits:
+                with torch.no_grad():
+                    out.copy_(values)
+        finally:
+            if not fits:
+                values.zero_()
+        return out
+
+
+SEEDED, SECURE, TORCHS = SeededNoise.normal_, SecureNoise.normal_, Tensor.normal_
+"""Before anyone can have replaced them: whoever does is to hear of every draw, so that faster loops,
+which are imported with the first draw, serve only while these three are in their places."""
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise StepError while a CUDA graph is captured: it would hold one key, for every replay."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StepError(
+            "secure noise cannot be part of a CUDA graph, whose replays would all draw the same: "
+            "leave optimizer.step() out of the capture, or train without secure_mode"
+        )
+
+
+@functools.cache
+def _say_that_it_is_slow() -> None:
+    say(
+        "secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA extension "
+        f"does not serve: {how_to_build('nvcc')}, `python -m fastclip.doctor` says what is missing"
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Where the noise of a run comes from, and how its normal variables are made.
+
+
+__all__ = ["NoiseSource", "SecureNoise", "SeededNoise", "refuse_capture"]
+
+
+# -------------------------------------------------------------------------------------------------
+# Where generators stood when noise was drawn: noise that two releases share can be subtracted.
+#
+# A script that seeds torch before each of its runs, or sets a generator back in every epoch, draws
+# the
+# same noise again, and a ledger that counts both would compose them as if they were independent.
+
+
+_SEED = 8
+"""Bytes of the seed, with which the state of a CPU's generator begins."""
+
+
+class DrawnStates:
+    """The states from which the noise of one ledger's steps was drawn, as digests of 16 bytes.
+
+    They stay in memory: a digest in a checkpoint would let anybody try seeds against it. So a copy knows
+    none, and a ledger that goes on in another process, or from a checkpoint, begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def __reduce__(self) -> Any:
+        return DrawnStates, ()
+
+    @disable_dynamo
+    def note(self, generator: torch.Generator) -> None:
+        """Noise is about to be drawn from where the generator stands; no device is waited for.
+
+        Raises:
+            StepError: noise was drawn from there before.
+        """
+        if generator.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # replays move it on
+        words = generator.get_state().numpy().tobytes()
+        if generator.device.type == "cpu":
+            words = words[_SEED:]  # of which the words take a half
+        state = hashlib.blake2b(words, digest_size=16).digest()
+        if state in self._seen:
+            raise StepError(
+                "the noise of this step expects a state of its generator that no other step of this "
+                "engine has drawn from, got one that has (a seed or state was set again), so whoever "
+                "sees both could subtract it: seed every run otherwise or not at all, give a run that "
+                "is to be repeated a FastPrivacyEngine of its own, or train with secure_mode=True"
+            )
+        self._seen.add(state)
+
+    def join(self, other: DrawnStates) -> None:
+        """Know what another knows, too."""
+        self._seen |= other._seen

@@ -1,0 +1,478 @@
+"""Which norm rule for which layer and shape: one visible place, by cost, within a memory budget.
+
+Three ways to a linear or convolutional layer's norm:
+
+- ghost: Gram matrices of input and output gradient; both are held for the clipped sum;
+- keep: the per-sample gradient itself is computed and held; its weighted sum is the clipped sum,
+  so the ordinary weight gradient is never computed. Where it is larger than what the others hold,
+  it is kept only if that saves a tenth of the layer's time;
+- recompute: the per-sample gradient is computed a few samples at a time, for its norm, and again
+  for the clipped sum.
+
+The constants are the rates of the device (costs.py); only their ratios matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from fastclip import ops
+from fastclip.core.building import cache_folder
+from fastclip.ops import ConvGeometry, by_matrices, matrices
+from fastclip.ops.dispatch import backend_of, has_kernel, has_loops
+from fastclip.ops.grams import strips_of
+
+# -------------------------------------------------------------------------------------------------
+# The rates that the planner's cost model divides by, and how they are measured and kept.
+#
+# `python -m fastclip.ops.planner --measure` times the operations once on each device of this
+# machine and
+# keeps the rates by the device's name; every later process of this user loads them. Without them
+# the
+# built-in rates serve, of which only the ratios matter.
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Rates of a machine; the defaults are a 2-core AVX2 CPU, float32."""
+
+    matmul: float = 200e9
+    """Floating-point operations a second of a (batched) matrix product."""
+    gram: float = 150e9
+    """The same for a ghost norm."""
+    copy: float = 20e9
+    """Bytes a second of an elementwise pass."""
+    kept: float = 6e9
+    """Bytes a second at which a linear layer's fresh per-sample gradients are written, summed."""
+    kept_conv: float = 1.2e9
+    """The same for a convolution with samples as groups."""
+    scratch: bool = True
+    """Grams and gradients pass through memory (no fused kernel): their bytes cost, too."""
+    tile: int = 0
+    """Positions of the tiles in which a Gram is computed; 0: in strips of rows."""
+
+
+_HOST = Costs(matmul=190e9, gram=120e9, kept=8e9, kept_conv=4e9, tile=32)
+"""The same CPU with the loops of fastclip._host."""
+_GPU = Costs(
+    matmul=300e12, gram=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12, scratch=False, tile=128,
+)  # fmt: skip
+"""Proportions of a data-centre GPU until it is measured."""
+_GPU_PLAIN = Costs(matmul=40e12, gram=40e12, copy=3e12, kept=1e12, kept_conv=0.1e12)
+"""The same where PyTorch's operators serve, in float32."""
+
+
+def gram_share(positions: int, tile: int) -> float:
+    """The part of a Gram that is computed, in tiles or strips; its symmetry repeats the rest."""
+    tiles = -(-positions // tile) if tile else strips_of(positions)
+    return (tiles + 1) / (2 * tiles)
+
+
+def device_name(device: torch.device) -> str:
+    """What the rates are kept under."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()} {torch.get_num_threads()} threads"
+
+
+def cache_file(name: str) -> Path:
+    """Where the rates of a device are kept."""
+    return cache_folder() / f"costs-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-')}.json"
+
+
+def costs_of(device_type: str, index: int | None = None) -> Costs:
+    """The rates of a device: measured ones if they were kept, else the built-in ones."""
+    kept = kept_costs(device_type, index)
+    if device_type == "cuda":
+        fused = has_kernel("conv_ghost_norm") and has_kernel("ghost_norm")
+        if kept is not None and (kept.scratch or fused):
+            return kept
+        return _GPU if fused else _GPU_PLAIN
+    if kept is not None:
+        return kept
+    return _HOST if has_loops("wide_gram") else Costs()
+
+
+@cache
+def kept_costs(device_type: str, index: int | None = None) -> Costs | None:
+    """The rates that were measured and kept, if any."""
+    try:
+        device = torch.device(device_type) if index is None else torch.device(device_type, index)
+        name = device_name(device)
+        saved = json.loads(cache_file(name).read_text())["costs"]
+        return Costs(**{f.name: saved[f.name] for f in fields(Costs)})
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError):
+        return None
+
+
+def save(device: torch.device, costs: Costs) -> Path:
+    """Keep the rates of a device for later processes; returns the file."""
+    name = device_name(device)
+    path = cache_file(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"device": name, "costs": asdict(costs)}, indent=1) + "\n")
+    kept_costs.cache_clear()
+    return path
+
+
+def measure(device: torch.device, scale: int | None = None) -> Costs:
+    """Time the operations that the planner chooses between, on one device.
+
+    Args:
+        scale: width of the layers; a small one for tests.
+    """
+    gpu = device.type == "cuda"
+    width = scale or (1024 if gpu else 256)
+    b, t = (32, 512) if gpu and scale is None else (8, 128 if scale is None else 16)
+    dtype = torch.bfloat16 if gpu else torch.float32
+    a = torch.randn(b, t, width, device=device, dtype=dtype)
+    g = torch.randn(b, t, width, device=device, dtype=dtype)
+    ones = torch.ones(b, device=device, dtype=torch.float32)
+    flops, size = 2 * b * t * width**2, 4 * b * width**2
+    channels, side = (64, 32) if scale is None else (4, 8)
+    x = torch.randn(b, channels, side, side, device=device, dtype=dtype)
+    y = torch.randn(b, channels, side, side, device=device, dtype=dtype)
+    geometry = ops.ConvGeometry((channels, channels, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    conv_flops = 2 * b * side**2 * 9 * channels**2
+    scratch = backend_of("ghost_norm", device)[0] == "reference"
+    looped = scratch and backend_of("wide_gram", device)[0] == "host"
+    tile = _HOST.tile if looped else 0 if scratch else _GPU.tile
+    share = gram_share(t, tile)
+    plain = flops / _seconds(lambda: ops.scaled_sum(a, g, ones), device)
+
+    def keep() -> None:
+        ops.kept_sum(ops.instantiated_norm(a, g, True)[1], ones)
+
+    def keep_conv() -> None:
+        ops.kept_sum(ops.conv_norm(x, y, geometry, True)[1], ones)
+
+    kept, conv = _seconds(keep, device), _seconds(keep_conv, device)
+    return Costs(
+        matmul=plain,
+        gram=4 * b * t**2 * width * share / _seconds(lambda: ops.ghost_norm(a, g), device),
+        copy=2 * a.numel() * a.element_size() / _seconds(lambda: a * 2, device),
+        kept=size / max(kept - flops / plain, 0.1 * kept),
+        kept_conv=4 * b * 9 * channels**2 / max(conv - conv_flops / plain, 0.1 * conv),
+        scratch=scratch,
+        tile=tile,
+    )
+
+
+def _seconds(call: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
+    """Median seconds of a call, the device's work included."""
+    times = []
+    for _ in range(2 + rounds):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times[2:]), 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+_CPU = torch.device("cpu")
+_WORTH = 0.1
+"""Part of a layer's time that must be saved where it holds more than its operands."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the planner decided for one layer and shape."""
+
+    method: str
+    seconds: float
+    nbytes: int
+    """Bytes held until the end of the backward pass."""
+    of_units: bool = False
+    """It is of units, whose rows are still to be put together."""
+
+    @property
+    def keep(self) -> bool:
+        return self.method == "keep"
+
+    @property
+    def ghost(self) -> bool:
+        return self.method == "ghost"
+
+
+class Planner:
+    """Chooses, remembers what it chose for `engine.plan()`, and keeps to the memory budget.
+
+    Args:
+        memory_factor: budget: a layer's kept per-sample gradients may take this many times the
+            bytes of the input and output gradient that they replace, where that pays; 1 never
+            holds more than book-keeping does, 0 keeps nothing.
+        gram_tolerance: relative error of a norm that a Gram's rounding bound may add; above it the
+            norm is instantiated (float32 Grams over long sequences).
+        costs: rates of the machine; those of each tensor's own device if None.
+    """
+
+    def __init__(
+        self, memory_factor: float = 1.5, gram_tolerance: float = 1e-4, costs: Costs | None = None
+    ) -> None:
+        self.memory_factor = memory_factor
+        self.gram_tolerance = gram_tolerance
+        self.costs = costs
+
+    def rates(self, device: torch.device) -> Costs:
+        """The rates of a device: the user's, the measured or the built-in ones."""
+        return self.costs or costs_of(device.type, device.index)
+
+    def linear(
+        self, b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool,
+        device: torch.device = _CPU,
+    ) -> Choice:  # fmt: skip
+        """For a [b, t, d] and g [b, t, p]."""
+        given = (self.rates(device), self.memory_factor, self.gram_tolerance)
+        return _linear(b, t, d, p, itemsize, may_keep, *given)
+
+    def conv(
+        self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool,
+        device: torch.device = _CPU,
+    ) -> Choice:  # fmt: skip
+        """For x with `space` pixels a channel and g with `out` positions."""
+        given = (self.rates(device), self.memory_factor, self.gram_tolerance)
+        return _conv(b, space, out, geometry, itemsize, may_keep, *given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _linear(
+    b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool, costs: Costs,
+    memory_factor: float, tolerance: float,
+) -> Choice:  # fmt: skip
+    """`Planner.linear`; every layer asks in every step."""
+    held = b * t * (d + p) * itemsize
+    if t <= 1:
+        return Choice("ghost", 0.0, held)
+    flops = 2 * b * t * d * p
+    product = flops / costs.matmul
+    kept_bytes = b * d * p * _accumulated(itemsize)
+    ghost = 2 * b * t * t * (d + p) * gram_share(t, costs.tile) / costs.gram
+    if costs.scratch:
+        ghost += b * t * t * 12 / costs.copy
+    keep = product + kept_bytes / costs.kept
+    options = [Choice("ghost", ghost + product, held), Choice("recompute", 2 * keep, held)]
+    if may_keep and kept_bytes <= memory_factor * held:
+        options.append(Choice("keep", keep, kept_bytes))
+    return _cheapest(options, held, t, itemsize, tolerance)
+
+
+@functools.lru_cache(maxsize=4096)
+def _conv(
+    b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool, costs: Costs,
+    memory_factor: float, tolerance: float,
+) -> Choice:  # fmt: skip
+    """`Planner.conv`; the same."""
+    o, c = geometry.weight_shape[:2]
+    c_all = c * geometry.groups
+    taps = torch.Size(geometry.kernel).numel()
+    pixels = out if geometry.is_pointwise else space
+    held = b * (space * c_all + out * o) * itemsize
+    flops = 2 * b * out * taps * c * o
+    product = flops / costs.matmul
+    kept_bytes = b * taps * c * o * _accumulated(itemsize)
+    # The fused kernels compute the Gram of the patches, not of the pixels, and that of the gradients
+    # once for each of the matrices.
+    linear = by_matrices(geometry) and not costs.scratch
+    rows = matrices(geometry) if linear else 1
+    of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
+    ghost = 2 * b * (of_inputs + out**2 * o * rows) * gram_share(out, costs.tile) / costs.gram
+    if costs.scratch:
+        shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
+        passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)
+        ghost += passes / costs.copy
+    keep = product + kept_bytes / (costs.kept if linear else costs.kept_conv)
+    options = [
+        Choice("ghost", ghost + product, held),
+        Choice("recompute", 2 * keep, held),
+    ]
+    if may_keep and kept_bytes <= memory_factor * held:
+        options.append(Choice("keep", keep, kept_bytes))
+    return _cheapest(options, held, out, itemsize, tolerance)
+
+
+def _cheapest(
+    options: list[Choice], held: int, positions: int, itemsize: int, tolerance: float
+) -> Choice:
+    """The fastest, of those that are accurate; it holds more than `held` only where that pays."""
+    roundoff = 1e-16 if itemsize == 8 else 6e-8
+    if roundoff * positions > tolerance:
+        options = [choice for choice in options if not choice.ghost]
+    lean = min((x for x in options if x.nbytes <= held), key=lambda choice: choice.seconds)
+    best = min(options, key=lambda choice: choice.seconds)
+    return best if best.seconds <= (1 - _WORTH) * lean.seconds else lean
+
+
+def _accumulated(itemsize: int) -> int:
+    return max(itemsize, 4)
+
+
+# -------------------------------------------------------------------------------------------------
+# Which norm rule for which layer and shape.
+
+
+__all__ = ["Choice", "Costs", "Planner", "costs_of"]
+
+
+# -------------------------------------------------------------------------------------------------
+# What the planner decided, as a table for people.
+
+
+_DIRECT = "direct"
+"""The method of layers that have only one way."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One trainable layer: its path, rule, the shape last seen, and how its norm is computed."""
+
+    path: str
+    rule: str
+    shape: str = "not seen yet"
+    method: str = ""
+    nbytes: int = 0
+
+
+class PlanLog:
+    """The planner's last decision for every layer.
+
+    Every layer writes to it in every step, so what is written is made rows when they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, tuple[int, ...] | None, str, int]] = {}
+        """Path -> rule, shape last seen, method, bytes."""
+
+    def register(self, path: str, rule: str) -> None:
+        """A layer that is intercepted, before any data has been seen."""
+        self._known[path] = (rule, None, "", 0)
+
+    def note(self, path: str, rule: str, shape: tuple[int, ...], choice: Choice) -> None:
+        """A decision of the planner for an input of this shape."""
+        self._known[path] = (rule, shape, choice.method, choice.nbytes)
+
+    def note_all(
+        self, paths: Iterable[str], rule: str, shape: tuple[int, ...], choice: Choice
+    ) -> None:
+        """The same decision for several layers."""
+        self._known.update(dict.fromkeys(paths, (rule, shape, choice.method, choice.nbytes)))
+
+    def method(self, path: str) -> str:
+        """The last decision for this layer; empty where there is none."""
+        known = self._known.get(path)
+        return "" if known is None else known[2]
+
+    def planned(self, path: str) -> bool:
+        """The planner has decided for this layer."""
+        known = self._known.get(path)
+        return known is not None and known[2] not in ("", _DIRECT)
+
+    def seen(self, path: str, rule: str, shape: tuple[int, ...], nbytes: int) -> None:
+        """A layer that has only one way, and for which nothing was planned, after it ran."""
+        self._known[path] = (rule, shape, _DIRECT, nbytes)
+
+    def met(self, path: str, rule: str) -> None:
+        """Something that runs in a way which is known only now."""
+        if path not in self._known:
+            self.register(path, rule)
+
+    def plan(self, looks: Iterable[object] = ()) -> Plan:
+        """The table as it stands.
+
+        Args:
+            looks: what it cost to find the samples, a line each.
+        """
+        rows = (_row(path, *known) for path, known in self._known.items())
+        return Plan(tuple(rows), tuple(map(str, looks)))
+
+
+def _row(path: str, rule: str, shape: tuple[int, ...] | None, method: str, nbytes: int) -> PlanRow:
+    if shape is None:
+        return PlanRow(path, rule)
+    return PlanRow(path, rule, str(list(shape)), method, nbytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The trainable layers and how each one's norm is computed; `print` it."""
+
+    rows: tuple[PlanRow, ...]
+    looks: tuple[str, ...] = ()
+    """What it cost to find where the samples are: calls that were looked at, passes, seconds."""
+
+    def __str__(self) -> str:
+        header = ("layer", "rule", "input", "norm", "held")
+        table = [header] + [
+            (r.path or "(root)", r.rule, r.shape, r.method, _bytes(r.nbytes)) for r in self.rows
+        ]
+        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        total = sum(r.nbytes for r in self.rows)
+        lines.append(f"held until the end of backward: {_bytes(total)}")
+        return "\n".join([*lines, *self.looks])
+
+
+def _bytes(count: int) -> str:
+    if not count:
+        return ""
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+# -------------------------------------------------------------------------------------------------
+# `python -m fastclip.ops.planner`: the planner's rates on this machine, and `--measure` to find
+# them.
+
+
+def devices() -> list[torch.device]:
+    """The CPU and every NVIDIA GPU of this machine."""
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [torch.device("cpu"), *gpus]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the rates in use, after measuring them where asked to."""
+    parser = argparse.ArgumentParser(prog="python -m fastclip.ops.planner", description=__doc__)
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the operations on each device and keep the rates",
+    )
+    options = parser.parse_args(arguments)
+    for device in devices():
+        name = device_name(device)
+        if options.measure:
+            print(f"measuring {name} ...", flush=True)
+            save(device, measure(device))
+        known = "measured" if cache_file(name).exists() else "built in; --measure finds its own"
+        print(f"{name} ({known})")
+        for rate, value in asdict(costs_of(device.type, device.index)).items():
+            print(f"  {rate:<12}{value if isinstance(value, bool) else f'{value:.3g}'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

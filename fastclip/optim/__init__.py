@@ -1,1 +1,0 @@
-"""The optimizer: noise, the real step, Opacus' own modes, gradient scaling."""

@@ -1,0 +1,219 @@
+"""What layers and uses are alike in, in a backward pass: what is wanted of them, what they leave."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable
+from dataclasses import replace
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.core.torch_names import stream_of
+from fastclip.errors import GraphError
+from fastclip.ops.planner import Choice, PlanLog, Planner
+from fastclip.ops.units import UnitRows
+from fastclip.rules.records import Record, norm_apart
+from fastclip.samples.batch_axis import Place
+
+
+class Contribution(ABC):
+    """One call of a layer or of a use, in the backward pass.
+
+    Args:
+        label, rule: its names in the plan. g: gradient of its output. wanted: names of the parameters
+            that take part. planner, log: how norms are computed, and where that is noted.
+        last_input: what is known of the one that the pass has met last.
+    """
+
+    def __init__(
+        self, label: str, rule: str, g: Tensor, wanted: Collection[str], planner: Planner,
+        log: PlanLog, last_input: ops.LastInput,
+    ) -> None:  # fmt: skip
+        self.g, self.last_input = g, last_input
+        self._label, self._rule, self._names = label, rule, wanted
+        self._planner, self._log = planner, log
+        self._recorded: set[str] = set()
+
+    def wants(self, name: str) -> bool:
+        """Whether the parameter of this name takes part in the backward pass."""
+        return name in self._names
+
+    def record(self, name: str, record: Record) -> None:
+        """Add a contribution to the parameter of this name.
+
+        Raises:
+            GraphError: it is not wanted.
+        """
+        if name not in self._names:
+            raise GraphError(
+                f"{self._named()} records for {name}, but call.wants(name) asked for "
+                f"{', '.join(self._names) or 'nothing'} alone"
+            )
+        self._recorded.add(name)
+        if not self._log.planned(self._label):
+            self._log.seen(self._label, self._rule, tuple(self.g.shape), record.nbytes)
+        self._take(name, record)
+
+    def check_complete(self) -> None:
+        """Refuse a rule that left out a parameter, which would never be trained."""
+        if len(self._recorded) < len(self._names):
+            missing = sorted(set(self._names) - self._recorded)
+            raise GraphError(
+                f"{self._named()} recorded nothing for {', '.join(missing)}; call.record what "
+                "call.wants (fastclip.testing compares all of it with autograd)"
+            )
+
+    def _named(self) -> str:
+        return f"the rule {self._rule} of {self._label}"
+
+    @abstractmethod
+    def _take(self, name: str, record: Record) -> None:
+        """Hand the contribution to the book-keeper."""
+
+    def _may_keep(self, name: str) -> bool:
+        """Whether per-sample gradients may be held instead of what they are computed from."""
+        return False
+
+    def is_alone(self, name: str) -> bool:
+        """Whether the parameter's norm is that of one contribution, of rows that are samples."""
+        return self._may_keep(name) and self._units() is None
+
+    def _units(self) -> UnitRows | None:
+        """Which rows are clipped as one; None: each alone."""
+        return None
+
+    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
+        """The planner's choice for a [b, t, d] and g [b, t, p]."""
+        b, t, d = a.shape
+        units = self._units()
+        if units is not None:
+            each = b // max(1, len(units))  # rows of the layer's that are one of the batch's
+            b, t = units.count, units.positions(each * t)
+        choice = self._planner.linear(
+            b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
+        )
+        return self._noted(a, choice if units is None else replace(choice, of_units=True))
+
+    def plan_conv(
+        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
+    ) -> Choice:
+        """The planner's choice for a convolution over x [b, c, *space]."""
+        b, space, out = x.shape[0], *(torch.Size(y.shape[2:]).numel() for y in (x, g))
+        units = self._units()
+        if units is not None:
+            each = b // max(1, len(units))
+            b, space, out = units.count, *(units.positions(each * n) for n in (space, out))
+        choice = self._planner.conv(
+            b, space, out, geometry, x.element_size(), self._may_keep(name), x.device
+        )
+        return self._noted(x, choice if units is None else replace(choice, of_units=True))
+
+    def _noted(self, x: Tensor, choice: Choice) -> Choice:
+        self._log.note(self._label, self._rule, tuple(x.shape), choice)
+        return choice
+
+
+# -------------------------------------------------------------------------------------------------
+# Inputs in the type in which torch's autocast multiplies them.
+
+
+def autocast_operand(x: Tensor) -> Tensor:
+    """`x` in the type in which torch's autocast, if it is on, multiplies it.
+
+    For layers that are products: what is then saved for the backward pass is what was multiplied, as
+    large as torch would save it, and of the type of the output's gradient.
+    """
+    kind = multiplied(x)
+    return x if kind == x.dtype else x.to(kind)
+
+
+def multiplied(x: Tensor) -> torch.dtype:
+    """The type in which autocast multiplies x."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device) if x.is_floating_point() else x.dtype
+
+
+class LastCast:
+    """The input that a forward pass has cast last: layers that are given the same tensor share its copy.
+
+    Queries, keys and values are: one cast is launched, one copy is saved. Neither tensor is held here.
+    A copy that others could have to wait for, on another stream, is not shared, nor one of a tensor that
+    was changed since. (A change that the tensor's version does not tell, through `.data` or by a kernel
+    that writes to its address, is not seen; autograd does not see it either.)
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Hashable, ref[Tensor], ref[Tensor], int] | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """`autocast_operand(x)`; a copy is a leaf of its own, which requires a gradient if x does."""
+        kind = multiplied(x)
+        if kind == x.dtype:
+            return x
+        key = _state(x, kind)
+        if key is not None and self._last is not None:
+            last, original, cast, version = self._last
+            copy = cast()
+            if copy is not None and last == key and original() is x and copy._version == version:
+                return copy
+        copy = x.to(kind).detach().requires_grad_(x.requires_grad)
+        if key is not None:
+            self._last = key, ref(x), ref(copy), copy._version
+        return copy
+
+
+def _state(x: Tensor, kind: torch.dtype) -> Hashable:
+    """What the copy of a tensor depends on; None where that cannot be told."""
+    if type(x) is not Tensor or x.is_inference():
+        return None
+    address = x.data_ptr()
+    if not address:
+        return None
+    stream = stream_of(x.get_device()) if x.is_cuda else 0
+    return x._version, address, x.shape, x.stride(), x.requires_grad, kind, stream
+
+
+# -------------------------------------------------------------------------------------------------
+# Records of layers that take every row for a sample, where several rows are one sample's.
+
+
+class FoldedRecord(Record):
+    """A record of b * n rows, for b samples.
+
+    Args:
+        record: of the rows. place: of the samples among them. batch: b.
+    """
+
+    def __init__(self, record: Record, place: Place, batch: int) -> None:
+        super().__init__(*record._operands)
+        self.record, self.place, self.batch = record, place, batch
+
+    instantiates = True
+
+    def norm_sq(self) -> Tensor:
+        return norm_apart(self)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return ops.parted_sum(self.apart(), scale)
+
+    def per_sample(self) -> Tensor:
+        own = self.record.per_sample()
+        rows = Place(0, self.place.outer, self.place.inner).rows(ops.widen(own), self.batch)
+        return rows.sum(1)
+
+    def slack(self) -> Tensor | None:
+        slack = self.record.slack()
+        if slack is None:
+            return None
+        return Place(0, self.place.outer, self.place.inner).rows(slack, self.batch).sum(1)
+
+    def of_units(self, units: UnitRows) -> Record:
+        """Of the rows at once: those of a unit are more by those that are folded."""
+        size = len(self._operands[0])
+        rows = self.place.owners(size, self.batch, units.owner.device)
+        return self.record.of_units(units.of_entries(rows, size // max(self.batch, 1)))

@@ -1,0 +1,470 @@
+"""What becomes of a function that is called with a parameter: a use with a batch, or a derived value.
+
+Calls of one function with the same parameters at one line of code are alike; what they are, and where
+the samples are in what they return, is learnt by the probe (fastclip.samples.learning).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from fastclip.core.torch_names import (
+    CallingPlace,
+    CheckpointFunction,
+    Native,
+    calling_place,
+    current_task,
+    settled,
+)
+from fastclip.errors import VALUES_IN_LOSSES, BatchSizeError, GraphError, UnsupportedLayerError
+from fastclip.rules.chance import (
+    Chance,
+    check_repeats,
+    given,
+    is_of_torch,
+    leaves_of,
+    mapped,
+    outputs,
+)
+from fastclip.rules.contraction import Product
+from fastclip.rules.derived import (
+    Derived,
+    DerivedGraph,
+    PrivateParameter,
+    check_current,
+    detached,
+    edge_of,
+    intercepted,
+    is_private,
+    opened,
+    parameters_of,
+)
+from fastclip.rules.recompute import ReplayUse
+from fastclip.rules.use import (
+    Intercepts,
+    Keeper,
+    Operands,
+    Target,
+    UseCall,
+    UseRule,
+    in_place,
+    plain_name,
+    rules_of,
+)
+from fastclip.samples.batch_axis import Place
+from fastclip.samples.calls import Forward
+from fastclip.samples.layout import BatchLayout, Rows
+from fastclip.samples.probing import Opened, Probe
+from fastclip.samples.state import applied_by
+
+# -------------------------------------------------------------------------------------------------
+# By which the calls of one function are known again, in the next pass and in the probe.
+
+
+_NOT_A_CALLER = (
+    "torch/overrides.py", "torch/_tensor.py", "fastclip/uses/composite.py",
+    "fastclip/uses/interceptor.py", "fastclip/uses/proxy.py", "fastclip/model/model_loss.py",
+)  # fmt: skip
+
+
+class Key(NamedTuple):
+    """By which a use is known again: function, parameters, place in the code, dimensions of the rest."""
+
+    label: str
+    private: tuple[int, ...]
+    place: CallingPlace
+    dims: tuple[int, ...]
+
+
+class Keys:
+    """The keys of one model's calls.
+
+    Args:
+        names: of its parameters.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        self._names = names
+        self._keys: dict[Any, Key] = {}
+
+    def of(self, func: Callable, private: list[Any], plain: list[Tensor]) -> Key:
+        """The key of a call that is three frames above the one that asks."""
+        names, place = self._names, calling_place(4, _NOT_A_CALLER)
+        dims = tuple(dict.fromkeys([x.dim() for x in plain]))
+        known = (func, place, dims, *[_identity(x) for x in private])
+        key = self._keys.get(known)
+        if key is None:
+            held = sorted({names.get(p, "?") for value in private for p in parameters_of(value)})
+            labels = tuple(  # once each: a list may hold as many as there are rows
+                dict.fromkeys(
+                    value.source.label if type(value) is Derived else hash(names.get(value, "?"))
+                    for value in private
+                )
+            )
+            label = f"{', '.join(held)} in {plain_name(func)}"
+            key = self._keys[known] = Key(label, labels, settled(place), dims)
+        return key
+
+
+def _identity(value: Any) -> int:
+    """Of a parameter, which the model keeps alive; of a derived value, how it was made."""
+    return value.source.label if type(value) is Derived else id(value)
+
+
+# -------------------------------------------------------------------------------------------------
+# What the probe learns of functions that are called with a parameter: which are uses, and where.
+
+
+def probed(
+    interceptor: Intercepts, probe: Probe, key: Key, func: Callable, args: tuple, kwargs: dict,
+    private: list[Any], plain: list[Tensor],
+) -> Any:  # fmt: skip
+    """What a call returns while the model is probed.
+
+    Args:
+        private, plain: the tensors among its arguments.
+    """
+    layout = probe.layout
+    layout.met.add(key)
+    layout.users.update(probe.inside[-1:])
+    # what has a gradient stands in a sample's place, if only constants stand there
+    used = layout.uses.get(key)
+    data = [x for x in plain if probe.holds(x) or x.requires_grad]
+    if not used:  # a loop may begin with zeros
+        used = bool(data)
+        if used or plain:
+            layout.uses[key] = used
+    # what a rule refuses, it refuses before anything has run
+    bound = [rule.bind(plain_name(func), args, kwargs) or {} for rule in rules_of(func)]
+    if not used:
+        if probe.graph is None:
+            probe.graph = DerivedGraph(interceptor)
+        out = probe.graph.derive(func, args, kwargs, hash(key))
+        if in_place(func) and type(args[0]) is Derived:
+            args[0].source.written.append(key)
+        rows = _rows_met(bound, private)
+        for x in leaves_of((out, args[:1])) if in_place(func) else leaves_of(out):
+            if type(x) is Derived:
+                x.source.rows |= rows
+                probe.derived.setdefault(key, []).append(tuple(x.shape))
+        return out
+    if in_place(func) and is_private(args[0]):
+        _misjudged(layout, key, args[0])
+    for value in private:
+        layout.proxied.update(parameters_of(value))
+    if not all(x.is_floating_point() for x in data):
+        layout.chosen |= dict.fromkeys(_chosen_from(private), key.label)
+    if not probe.closed:
+        probe.users.setdefault(key, {})[tuple(probe.inside)] = None
+    changes = in_place(func)
+    with Native():
+        plain_args, plain_kwargs = mapped(detached, (args, kwargs))
+        if is_of_torch(func):
+            out = func(*plain_args, **plain_kwargs)
+        else:
+            out = check_repeats(key.label, func, plain_args, plain_kwargs)
+    shown = [args[0]] if changes else outputs(out)
+    marks: dict[int, Tensor] = {}
+    for x in shown:
+        result = _Mark.apply(
+            changes, x, torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        )
+        probe.show(key, result)
+        marks[id(x)] = result
+    if changes:
+        return None if out is None else marks[id(args[0])]
+    return mapped(lambda x: marks.get(id(x), x) if isinstance(x, Tensor) else x, out)
+
+
+def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
+    """A tensor that parameters were written into takes values of the batch: they were uses.
+
+    Raises:
+        Opened: so that the run is made again. UnsupportedLayerError: it was no such tensor.
+    """
+    written = target.source.written if type(target) is Derived else []
+    if not written:
+        raise UnsupportedLayerError(
+            f"{key.label}: a value of parameters is changed in place by values of the batch; "
+            "use the function that returns a new tensor"
+        )
+    layout.uses |= dict.fromkeys(written, True)
+    raise Opened
+
+
+def _rows_met(bound: list[Operands], private: list[Any]) -> set[Rows]:
+    """The constants whose rows are those of the values of parameters that a function gives."""
+    found = {rows for x in private if type(x) is Derived for rows in x.source.rows}
+    for operands in bound:
+        product = operands.get("product")
+        if not isinstance(product, Product) or not product.out:
+            continue
+        for number, letters in enumerate(product.letters):
+            x, axis = operands[str(number)], letters.find(product.out[0])
+            if type(x) is Tensor and axis >= 0 and x.shape[axis] > 1:
+                found.add(Rows.of(x, axis))
+    return found
+
+
+def _chosen_from(private: list[Any]) -> set[Rows]:
+    """Of these values, the rows that are still there."""
+    values = [x for x in private if type(x) is Derived]
+    return {rows for x in values for rows in x.source.rows if rows.number in x.shape}
+
+
+class _Mark(Function):
+    """The identity, whose output needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, changes: bool, x: Tensor, dummy: Tensor) -> Tensor:
+        if changes:
+            ctx.mark_dirty(x)
+            return x
+        return x.clone() if ctx.needs_input_grad[1] else x.data
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        return None, g, None
+
+
+# -------------------------------------------------------------------------------------------------
+# Reentrant checkpoints, run as torch's others are: as exact, as sparing, and followed.
+#
+# A reentrant one detaches its arguments and returns values without a history, so that what they
+# were
+# derived from is lost, and no gradient can be asked for through it.
+
+
+@contextmanager
+def followed_checkpoints() -> Iterator[None]:
+    """Inside, checkpoints keep the history of values, reentrant or not."""
+    before = CheckpointFunction.apply
+
+    def apply(run_function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+        given = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if not given or not torch.is_grad_enabled():  # nothing in it gets a gradient
+            return before(run_function, preserve_rng_state, *args)
+        return checkpoint(
+            run_function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+    with applied_by(apply):
+        yield
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+_REPLAY = ReplayUse()
+
+
+class Interceptor:
+    """Of one private model.
+
+    Args:
+        keeper: to whom records go.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self._keys = Keys(keeper.names)
+        keeper.calls.intercepting = self.on
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Interceptor:
+        raise UnsupportedLayerError("a private model cannot be copied while it runs")
+
+    @contextmanager
+    def on(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """These parameters notice their uses inside, whatever kind of checkpoint they are in."""
+        parameters = list(parameters)
+        with intercepted(parameters, self), followed_checkpoints() if parameters else nullcontext():
+            yield
+
+    def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """A function is called with a private value among its arguments."""
+        if func is torch.autograd.grad:
+            raise self._asked(leaves_of((args, kwargs)))
+        body = opened(func, args, kwargs)
+        found = NotImplemented if body is None else body(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        if not torch.is_grad_enabled():
+            with Native():
+                return func(*args, **kwargs)
+        leaves = leaves_of((args, kwargs))
+        private = [x for x in leaves if is_private(x)]
+        plain = [
+            x for x in leaves
+            if isinstance(x, Tensor) and not is_private(x) and not _is_number(x)
+        ]  # fmt: skip
+        key = self._keys.of(func, private, plain)
+        probe = self.keeper.calls.probe
+        if probe is not None:
+            return probed(self, probe, key, func, args, kwargs, private, plain)
+        layout, forward, opens = self._here(key, bool(plain))
+        used = layout.uses.get(key, bool(plain)) if layout is not None else bool(plain)
+        if not used:
+            forward.reached.add(key)
+            if forward.derived is None:
+                forward.derived = DerivedGraph(self)
+            return forward.derived.derive(func, args, kwargs, hash(key))
+        if layout is None:
+            raise GraphError(
+                f"{key.label} is used outside the model's forward, its methods and its parts, where its "
+                f"samples cannot be told; use it inside one of them: {VALUES_IN_LOSSES}"
+            )
+        out = self._use(layout, forward, key, func, args, kwargs, private)
+        forward.reached.add(key)
+        if opens:
+            for x in outputs(args[0] if out is None else out):
+                self.keeper.begins_with(forward, x)
+        return out
+
+    def _asked(self, values: list[Any]) -> UnsupportedLayerError:
+        """The forward pass asks for gradients of private values, which no private layer gives."""
+        found = (p for x in values if is_private(x) for p in parameters_of(x))
+        names = dict.fromkeys(self.keeper.names.get(p, "?") for p in found)
+        return UnsupportedLayerError(
+            f"torch.autograd.grad inside forward takes gradients of {', '.join(names)}, which are sums "
+            "over all samples; take them of inputs or hidden values, which are each sample's own"
+        )
+
+    def _here(self, key: Key, plain: bool) -> tuple[BatchLayout | None, Forward, bool]:
+        forward, opens = self.keeper.layer_forward(key if plain else None)
+        if forward.layout is None:
+            return None, forward, opens
+        if (plain or not forward.layout.known) and not forward.routings:
+            self.keeper.calls.layout_with(key, forward)
+        return forward.layout, forward, opens
+
+    def _use(
+        self, layout: BatchLayout, forward: Forward, key: Key, func: Callable, args: tuple,
+        kwargs: dict, private: list[Any],
+    ) -> Any:  # fmt: skip
+        place = layout.places.get(key)
+        changes = in_place(func)
+        target: Any = args[0] if changes else None
+        if changes and is_private(target):
+            raise UnsupportedLayerError(
+                f"{key.label}: a value of parameters is changed in place by values of the batch; "
+                "use the function that returns a new tensor"
+            )
+        out_args, out_kwargs = mapped(detached, (args, kwargs))
+        before = target.detach().clone() if changes and _may_need(func, kwargs) else None
+        # torch's functions with a rule draw nothing, and are not called again but by that rule
+        known = is_of_torch(func) and rules_of(func)
+        chance = None if known else Chance(func, leaves_of((out_args, out_kwargs)))
+        with Native():
+            out = func(*out_args, **out_kwargs)
+        drew = chance is not None and chance.drew()
+        tensors = [target] if changes else outputs(out)
+        shown = [] if is_of_torch(func) else given(out, target)
+        tapped: dict[int, Tensor] = {}
+        # a checkpoint that runs again repeats a turn: no gradient comes to it there
+        turns = key in layout.turns and place is None and current_task() == -1
+        taker = forward.turn(key, key.label) if turns else None
+        for number, tensor in enumerate(tensors):
+            place = None if place is None else self._checked(layout, forward, key, place, tensor)
+            call = self._call(
+                forward, key, func, args, kwargs, private, place, tensor, before, changes, number
+            )
+            if chance is not None:
+                call.repeated_with(chance, drew, shown)
+            if place is None:
+                call.taker = taker
+                self._follow(layout, forward, key, call)
+            result = call.tap(tensor)
+            if call.routing is not None:
+                call.number = call.routing.watch(result)
+            tapped[id(tensor)] = result
+        if changes:
+            return None if out is None else tapped[id(target)]
+        return mapped(lambda x: tapped.get(id(x), x) if isinstance(x, Tensor) else x, out)
+
+    def _checked(
+        self, layout: BatchLayout, forward: Forward, key: Key, place: Place, out: Tensor
+    ) -> Place | None:
+        """Where the samples are in this output.
+
+        Raises:
+            BatchSizeError: it cannot hold them.
+        """
+        batch = forward.batch_size or 0
+        found = layout.place_of(key, out, batch, forward.lengths)
+        if found is not None:
+            return found
+        self.keeper.calls.look_again(layout, forward, key, out)
+        found = layout.place_of(key, out, batch, forward.lengths)
+        if found is None and key in layout.places:
+            raise BatchSizeError(
+                f"{key.label}: its output of shape {list(out.shape)} cannot hold {batch} samples along "
+                f"axis {layout.places[key].axis}; keep the batch along one axis"
+            )
+        return found
+
+    def _call(
+        self, forward: Forward, key: Key, func: Callable, args: tuple, kwargs: dict,
+        private: list[Any], place: Place | None, out: Tensor, before: Tensor | None, changes: bool,
+        number: int,
+    ) -> UseCall:  # fmt: skip
+        if before is not None:
+            args = (before, *args[1:])
+        rule, operands = _rule(func, args, kwargs, out, place, whole=number == 0)
+        targets = {n: self._target(v, forward) for n, v in operands.items() if is_private(v)}
+        if not targets:
+            rule, operands = _REPLAY, _REPLAY.bind(plain_name(func), args, kwargs)
+            targets = {n: self._target(v, forward) for n, v in operands.items() if is_private(v)}
+        call = UseCall(
+            self, forward, func, rule, operands, targets, place, changes=changes, label=key.label
+        )
+        call.number_of_output = number
+        self.keeper.plan_log.met(key.label, rule.name)
+        return call
+
+    def _target(self, value: Any, forward: Forward) -> Target:
+        with Native():
+            if type(value) is PrivateParameter:
+                return Target(value.detach(), (value,))
+            source = value.source
+            check_current(source, forward.derived)
+            parameters, edge = tuple(source.parameters), edge_of(value)
+            return Target(value.detach(), parameters, source.graph, edge, source.lies)
+
+    def _follow(self, layout: BatchLayout, forward: Forward, key: Key, call: UseCall) -> None:
+        """Rows that are moved: the module that runs around them will tell whose they are."""
+        routers = layout.routers.get(key, ())
+        for path, routing in forward.routings:
+            if not routers or path in routers:  # the innermost; of one never met, of any
+                call.routing = routing
+
+
+def _is_number(x: Tensor) -> bool:
+    """An index or a size: what it is taken from may be known by it, but nothing is computed with it."""
+    return not x.dim() and not x.is_floating_point() and not x.is_complex()
+
+
+def _may_need(func: Callable, kwargs: dict) -> bool:
+    """Whether the old values of what is changed in place matter for the gradient."""
+    return plain_name(func) not in ("add", "sub") or bool(kwargs)
+
+
+def _rule(
+    func: Callable, args: tuple, kwargs: dict, out: Tensor, place: Place | None, *, whole: bool
+) -> tuple[UseRule, Operands]:
+    name = plain_name(func)
+    # of complex numbers the rules know nothing: a product's gradient takes the other's conjugate
+    for rule in rules_of(func) if whole and not out.is_complex() else []:
+        operands = rule.bind(name, args, kwargs)
+        if operands is None or (place is None and not rule.routed):
+            continue
+        private = [n for n, value in operands.items() if is_private(value)]
+        if private and rule.fits(operands, private, out, place):
+            return rule, operands
+    return _REPLAY, _REPLAY.bind(name, args, kwargs)

@@ -1,0 +1,652 @@
+"""What a layer's backward leaves behind: enough to know each sample's norm, then its clipped sum.
+
+A record belongs to one parameter and one call of one layer. It answers three questions: the
+squared norm of every sample's gradient, the weighted sum of these gradients, and, where uses of
+different kinds share a parameter, the gradients themselves.
+
+Where a gradient cancels within its sample, two ways to compute it differ by far more than the norm
+of what is left. A norm from Grams is raised by more than that; one of the gradients themselves is
+not, and bounds the sum only if that adds up the same numbers, computed in the same way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.core.torch_names import version_of
+from fastclip.errors import GraphError
+from fastclip.ops.units import Layout, UnitRows
+
+
+def written_to() -> GraphError:
+    """What a norm was taken of is not what would be summed."""
+    return GraphError(
+        "an activation or output gradient was modified in place between the backward pass "
+        "and the clipped sum, so the recorded norm no longer bounds the contribution; do "
+        "not change tensors of the forward pass before loss.backward() has returned"
+    )
+
+
+class Record(ABC):
+    """One contribution to one parameter's gradient, for the b samples of a batch."""
+
+    instantiates = False
+    """The norms are of the gradients themselves, which `clipped_sum` then adds up."""
+
+    def __init__(self, *operands: Tensor) -> None:
+        self._operands = operands
+        self._versions = [*map(version_of, operands)]
+
+    def check_unmodified(self) -> None:
+        """Raise if an operand was changed in place since the norm was taken.
+
+        A record is made in every call of a layer, so it keeps bare versions, as a use and sums do.
+        """
+        if [*map(version_of, self._operands)] != self._versions:
+            raise written_to()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held until the end of the backward pass."""
+        return sum(x.numel() * x.element_size() for x in self._operands)
+
+    def merge(self, other: Record) -> Record | None:
+        """One record for this contribution and `other` to the same parameter, or None."""
+        return None
+
+    def settled(self) -> Record:
+        """Itself, with nothing that waits for what else the pass computes."""
+        return self
+
+    @property
+    def together(self) -> Any:
+        """The LinearRecord whose norm and sum a kernel computes with those of others, or None."""
+        return None
+
+    @abstractmethod
+    def norm_sq(self) -> Tensor:
+        """Squared norms of the samples' gradients, [b]."""
+
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
+        """The same, or what it is made of, to be finished with that of other layers.
+
+        Args:
+            last_input: what is known of the one that the pass has met last.
+        """
+        return self.norm_sq()
+
+    @abstractmethod
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        """sum_b scale_b times sample b's gradient, in the parameter's shape; scale is [b]."""
+
+    @abstractmethod
+    def per_sample(self) -> Tensor:
+        """The gradients themselves, [b, *parameter shape]."""
+
+    def apart(self) -> Iterator[Tensor]:
+        """The gradients themselves, some samples after the other: the same numbers each time."""
+        yield self.per_sample()
+
+    def slack(self) -> Tensor | None:
+        """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
+        return None
+
+    def of_units(self, units: UnitRows) -> Record:
+        """The same with units for samples: a unit's gradient is the sum of its rows'."""
+        slack = self.slack()
+        return KeptRecord(
+            units.total(self.per_sample()), None if slack is None else units.total(slack)
+        )
+
+
+def norm_apart(record: Record) -> Tensor:
+    """Squared norms [b] of the gradients that `apart` gives, raised by what rounding can hide."""
+    parts = [ops.row_norm_sq(gradients) for gradients in record.apart()]
+    norm_sq, slack = parts[0] if len(parts) == 1 else torch.cat(parts), record.slack()
+    return norm_sq if slack is None else (norm_sq.sqrt() + slack).square()
+
+
+def join(records: list[Record], record: Record) -> None:
+    """Add a contribution to those of the same parameter: to the first that it makes one record with."""
+    for i, held in enumerate(records):
+        merged = held.merge(record)
+        if merged is not None:
+            records[i] = merged
+            return
+    records.append(record)
+
+
+class KeptRecord(Record):
+    """Per-sample gradients that were computed outright, [b, *parameter shape].
+
+    Args:
+        hidden: what rounding can hide of their norms, [b], or these norms with it; None where they
+            are as given.
+    """
+
+    def __init__(self, gradients: Tensor, hidden: Tensor | ops.ProductNorm | None = None) -> None:
+        self.gradients = ops.widen(gradients)
+        super().__init__(self.gradients)
+        self._hidden = hidden
+
+    def merge(self, other: Record) -> Record | None:
+        if not isinstance(other, KeptRecord):
+            return None
+        gradients, more = self.gradients, other.gradients
+        if gradients.shape != more.shape:  # of two views of a parameter
+            return None
+        own, added = self.slack(), other.slack()
+        slack = own if added is None else added
+        if own is not None and added is not None:
+            slack = own + added
+        return KeptRecord(gradients + more, slack)
+
+    def norm_sq(self) -> Tensor:
+        if isinstance(self._hidden, ops.ProductNorm):
+            return self._hidden.raised()
+        norm_sq = ops.row_norm_sq(self.gradients)
+        return norm_sq if self._hidden is None else (norm_sq.sqrt() + self._hidden).square()
+
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
+        return self._hidden if isinstance(self._hidden, ops.ProductNorm) else self.norm_sq()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return ops.kept_sum(self.gradients, scale)
+
+    def per_sample(self) -> Tensor:
+        return self.gradients
+
+    @property
+    def as_given(self) -> bool:
+        """Nothing of their norms is hidden."""
+        return self._hidden is None
+
+    def slack(self) -> Tensor | None:
+        return self._hidden.slack() if isinstance(self._hidden, ops.ProductNorm) else self._hidden
+
+
+class PartedRecord(KeptRecord):
+    """Per-sample gradients with their norms, some samples after the other: a large piece of memory
+    would not find room among what is freed meanwhile."""
+
+    def __init__(self, parts: Sequence[Tensor], norm: ops.ProductNorm) -> None:
+        Record.__init__(self, *parts)
+        self.parts, self._hidden = list(parts), norm
+
+    @property
+    def gradients(self) -> Tensor:  # type: ignore[override]  # made whole only when it is read
+        return ops.whole(self.parts)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return ops.parted_sum(self.parts, scale)
+
+    def apart(self) -> Iterator[Tensor]:
+        yield from self.parts
+
+
+def kept_record(parts: Sequence[Tensor], norm: ops.ProductNorm) -> KeptRecord:
+    """The record of gradients that `ops.kept_gradients` has computed."""
+    return KeptRecord(parts[0], norm) if len(parts) == 1 else PartedRecord(parts, norm)
+
+
+class InstantiatedRecord(KeptRecord):
+    """Per-sample gradients [b, *parameter shape] whose norms were taken as they were computed.
+
+    Args:
+        norm_sq: squared norms, [b], raised by what rounding can hide of them.
+    """
+
+    def __init__(self, norm_sq: Tensor, gradients: Tensor) -> None:
+        super().__init__(gradients)
+        self._norm_sq = norm_sq
+
+    def norm_sq(self) -> Tensor:
+        return self._norm_sq
+
+    @property
+    def as_given(self) -> bool:
+        return False
+
+    def slack(self) -> Tensor:
+        return (self._norm_sq.sqrt() - ops.row_norm_sq(self.gradients).sqrt()).clamp_min(0)
+
+
+class ViewedRecord(Record):
+    """A record of the parameter's entries in another shape."""
+
+    def __init__(self, record: Record, shape: torch.Size) -> None:
+        super().__init__(*record._operands)
+        self.record, self.shape = record, shape
+
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return self.record.instantiates
+
+    def merge(self, other: Record) -> Record | None:
+        if not isinstance(other, ViewedRecord) or other.shape != self.shape:
+            return None
+        merged = self.record.merge(other.record)
+        return None if merged is None else ViewedRecord(merged, self.shape)
+
+    def norm_sq(self) -> Tensor:
+        return self.record.norm_sq()
+
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
+        return self.record.norm_parts(last_input)
+
+    @property
+    def together(self) -> Any:
+        return self.record.together
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return self.record.clipped_sum(scale).view(self.shape)
+
+    def per_sample(self) -> Tensor:
+        own = self.record.per_sample()
+        return own.view(len(own), *self.shape)
+
+    def apart(self) -> Iterator[Tensor]:
+        for own in self.record.apart():
+            yield own.view(len(own), *self.shape)
+
+    def slack(self) -> Tensor | None:
+        return self.record.slack()
+
+    def of_units(self, units: UnitRows) -> Record:
+        return ViewedRecord(self.record.of_units(units), self.shape)
+
+
+# -------------------------------------------------------------------------------------------------
+# Records of rows, taken as records of the units that the rows belong to.
+#
+# A unit's gradient is a sum over its rows' positions: laid along them, its rows are one sample
+# with
+# more positions, whose norm the rows' own rules know, cross terms included. The clipped sum is
+# that of the
+# rows, each at its unit's scale.
+
+
+class LaidRecord(Record):
+    """A record whose rows can be laid along positions."""
+
+    @abstractmethod
+    def laid(self, layout: Layout) -> Sequence[Record]:
+        """A record of the units of every run."""
+
+    keep = False
+    """The units' gradients may be held instead of the record."""
+
+    def of_units(self, units: UnitRows) -> Record:
+        record = UnitRecord(self, units)
+        return record.kept() if self.keep else record
+
+
+class UnitRecord(Record):
+    """The sums over the rows of units, of a record of rows.
+
+    Args:
+        rows: their record. units: which rows belong together.
+        whole: the same in one record of units, where there is one.
+    """
+
+    def __init__(self, rows: LaidRecord, units: UnitRows, whole: Record | None = None) -> None:
+        super().__init__(*rows._operands)
+        self.rows, self.units, self.whole = rows, units, whole
+
+    def merge(self, other: Record) -> Record | None:
+        if isinstance(other, UnitRecord) and other.units is self.units:
+            merged = self.rows.merge(other.rows)
+            return None if merged is None else merged.of_units(self.units)
+        return None if self.whole is None else self.whole.merge(other)
+
+    def norm_sq(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole.norm_sq()
+        layout = self.layout()
+        return layout.gather([part.norm_sq() for part in self.rows.laid(layout)])
+
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return self.whole is None and self.rows.instantiates
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        if not self.instantiates:
+            return self.rows.clipped_sum(self.units.spread(scale))
+        layout = self.layout()
+        runs = zip(self.rows.laid(layout), layout.scatter(scale), strict=True)
+        return added(part.clipped_sum(own) for part, own in runs)
+
+    def per_sample(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole.per_sample()
+        layout = self.layout()
+        return layout.gather([part.per_sample() for part in self.rows.laid(layout)])
+
+    def slack(self) -> Tensor | None:
+        if self.whole is not None:
+            return self.whole.slack()
+        layout = self.layout()
+        return _gathered(layout, [part.slack() for part in self.rows.laid(layout)])
+
+    def kept(self) -> KeptRecord:
+        """The units' gradients."""
+        layout = self.layout()
+        parts = self.rows.laid(layout)
+        slack = [part.slack() for part in parts]
+        return KeptRecord(
+            layout.gather([part.per_sample() for part in parts]), _gathered(layout, slack)
+        )
+
+    def layout(self, others: Sequence[UnitRecord] = ()) -> Layout:
+        """How this record's rows, and those of others of the same units, are laid out."""
+        device: torch.device = self._operands[0].device
+        return self.units.layout(device, self.nbytes + sum(other.nbytes for other in others))
+
+
+def added(sums: Iterable[Tensor]) -> Tensor:
+    """The sum of clipped sums, one at a time."""
+    return reduce(torch.add, sums)
+
+
+def _gathered(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
+    known = [x for x in parts if x is not None]
+    return layout.gather(known) if known else None
+
+
+def of_one_kind(records: Sequence[Record]) -> list[UnitRecord] | None:
+    """These records, if all are of rows of the same units."""
+    found = [r for r in records if isinstance(r, UnitRecord)]
+    if len(found) < len(records) or len({id(r.units) for r in found}) != 1:
+        return None
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Records of the layers: linear maps, convolutions, look-ups.
+
+
+__all__ = [
+    "BiasRecord",
+    "ConvRecord",
+    "InstantiatedRecord",
+    "KeptRecord",
+    "LinearRecord",
+    "LookupRecord",
+    "Record",
+    "ViewedRecord",
+    "join",
+    "kept_record",
+]
+
+
+class LinearRecord(LaidRecord):
+    """A linear map of a [b, t, d] with g [b, t, p]: g_b^T a_b, transposed where weights are [d, p].
+
+    Args:
+        ghost: its norm is taken from Grams. keep: where samples are units, their gradients are held.
+    """
+
+    def __init__(
+        self, a: Tensor, g: Tensor, *, ghost: bool = True, transposed: bool = False,
+        keep: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(a, g)
+        self.a, self.g, self.ghost, self.transposed = a, g, ghost, transposed
+        self.keep = keep
+        self._kind: Hashable = None
+
+    def norm_sq(self) -> Tensor:
+        return ops.ghost_norm(self.a, self.g) if self.ghost else norm_apart(self)
+
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
+        if self.ghost and ops.computes_reference(self.a):
+            return ops.ghost_parts(self.a, self.g, last_input)
+        return self.norm_sq()
+
+    @property
+    def together(self) -> LinearRecord | None:
+        return self if self.ghost and not ops.computes_reference(self.a) else None
+
+    @property
+    def kind(self) -> Hashable:
+        """In what records are alike that a kernel takes together."""
+        if self._kind is None:
+            of_each = [(x.shape, x.stride(), x.dtype, x.device) for x in (self.a, self.g)]
+            self._kind = (self.transposed, *of_each)
+        return self._kind
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        if self.ghost:
+            return ops.scaled_sum(*self.pair(), scale)
+        return ops.parted_sum(self.apart(), scale)
+
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return not self.ghost
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Input and gradient of the map whose weight's gradient, not transposed, this is."""
+        return (self.g, self.a) if self.transposed else (self.a, self.g)
+
+    def turned(self) -> LinearRecord:
+        """The same for a weight of which this record's is the transpose."""
+        return LinearRecord(self.a, self.g, ghost=self.ghost, transposed=not self.transposed)
+
+    def per_sample(self) -> Tensor:
+        return ops.per_sample_gradients(*self.pair())
+
+    def apart(self) -> Iterator[Tensor]:
+        return ops.gradients_apart(*self.pair())
+
+    def slack(self) -> Tensor | None:
+        return ops.product_slack(self.a, self.g)
+
+    def laid(self, layout: Layout) -> list[LinearRecord]:
+        pairs = zip(layout.split(self.a), layout.split(self.g), strict=True)
+        return [
+            LinearRecord(
+                a.flatten(1, 2), g.flatten(1, 2), ghost=self.ghost, transposed=self.transposed
+            )
+            for a, g in pairs
+        ]
+
+
+class BiasRecord(Record):
+    """The bias of a linear map: sum_t g for g [b, t, p], of one read with the norm of its weight."""
+
+    def __init__(self, linear: LinearRecord) -> None:
+        super().__init__(linear.g)
+        self.linear = linear
+
+    def settled(self) -> KeptRecord:
+        return KeptRecord(self.per_sample())
+
+    def norm_sq(self) -> Tensor:
+        return self.settled().norm_sq()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return self.settled().clipped_sum(scale)
+
+    def per_sample(self) -> Tensor:
+        return ops.wide_sum(self.linear.g, 1)
+
+
+class ConvRecord(LaidRecord):
+    """A convolution over x [b, c, *space] with output gradient g [b, o, *out]; see `LinearRecord`."""
+
+    def __init__(
+        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, *, ghost: bool, keep: bool = False
+    ) -> None:
+        super().__init__(x, g)
+        self.x, self.g, self.geometry, self.ghost = x, g, geometry, ghost
+        self.keep = keep
+
+    def norm_sq(self) -> Tensor:
+        if self.ghost:
+            return ops.conv_ghost_norm(self.x, self.g, self.geometry)
+        return norm_apart(self)
+
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
+        whole = self.ghost and self.geometry.groups == 1 and len(self.x) > 0
+        if whole and ops.computes_reference(self.x):
+            return ops.conv_ghost_parts(self.x, self.g, self.geometry)
+        return self.norm_sq()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        if self.ghost:
+            return ops.conv_sum(self.x, self.g, scale, self.geometry)
+        return ops.parted_sum(self.apart(), scale)
+
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return not self.ghost
+
+    def per_sample(self) -> Tensor:
+        return ops.conv_per_sample_gradients(self.x, self.g, self.geometry)
+
+    def apart(self) -> Iterator[Tensor]:
+        return ops.conv_gradients_apart(self.x, self.g, self.geometry)
+
+    def slack(self) -> Tensor | None:
+        return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
+
+    def laid(self, layout: Layout) -> list[UnitConvRecord]:
+        pairs = zip(layout.split(self.x), layout.split(self.g), strict=True)
+        return [UnitConvRecord(x, g, self.geometry, ghost=self.ghost) for x, g in pairs]
+
+
+class UnitConvRecord(Record):
+    """A convolution over the n rows of each unit, x [u, n, c, *space] and g [u, n, o, *out]."""
+
+    def __init__(self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, *, ghost: bool) -> None:
+        super().__init__(x, g)
+        self.x, self.g, self.geometry, self.ghost = x, g, geometry, ghost
+
+    def norm_sq(self) -> Tensor:
+        if self.ghost:
+            return ops.conv_unit_ghost_norm(self.x, self.g, self.geometry)
+        return norm_apart(self)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        if not self.ghost:
+            return ops.parted_sum(self.apart(), scale)
+        rows = scale.repeat_interleave(self.x.shape[1])
+        return ops.conv_sum(self.x.flatten(0, 1), self.g.flatten(0, 1), rows, self.geometry)
+
+    def per_sample(self) -> Tensor:
+        return ops.conv_unit_gradients(self.x, self.g, self.geometry)
+
+    def apart(self) -> Iterator[Tensor]:
+        return ops.conv_unit_gradients_apart(self.x, self.g, self.geometry)
+
+    def slack(self) -> Tensor | None:
+        return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
+
+
+class LookupRecord(LaidRecord):
+    """Rows looked up in a table: entry j took row ids[j] for sample[j] and received g[j].
+
+    `per_sample_count` is t where the entries are those of ids [b, t] in order, else None (ragged).
+    """
+
+    def __init__(
+        self, ids: Tensor, sample: Tensor, g: Tensor, *, batch_size: int, num_embeddings: int,
+        padding_idx: int | None = None, per_sample_count: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(ids, g)
+        self.ids, self.sample, self.g = ids.to(torch.int64), sample, g
+        self.batch_size, self.num_embeddings = batch_size, num_embeddings
+        self.padding_idx, self.per_sample_count = padding_idx, per_sample_count
+
+    @classmethod
+    def from_dense(
+        cls, ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None
+    ) -> LookupRecord:
+        """From ids [b, t] and g [b, t, d]."""
+        return cls(
+            *ops.flatten_lookup(ids, g), batch_size=ids.shape[0], num_embeddings=num_embeddings,
+            padding_idx=padding_idx, per_sample_count=ids.shape[1],
+        )  # fmt: skip
+
+    def merge(self, other: Record) -> Record | None:
+        """The entries of both: uses of one table may cancel, and are summed before any rounding."""
+        if isinstance(other, UnitRecord) and other.whole is not None:
+            other = other.whole
+        if not isinstance(other, LookupRecord) or other.batch_size != self.batch_size:
+            return None
+        if other.num_embeddings != self.num_embeddings:  # two views of a table
+            return None
+        padding = self.padding_idx
+        if padding == other.padding_idx:
+            g, added = self.g, other.g
+        else:  # without either's padding, none is left to skip
+            g, added, padding = self._without_padding(), other._without_padding(), None
+        counts = (self.per_sample_count, other.per_sample_count)
+        if None in counts or not self.batch_size:
+            return LookupRecord(
+                torch.cat([self.ids, other.ids]), torch.cat([self.sample, other.sample]),
+                torch.cat([g, added]), batch_size=self.batch_size,
+                num_embeddings=self.num_embeddings, padding_idx=padding,
+            )  # fmt: skip
+        b = self.batch_size
+        ids = torch.cat([self.ids.view(b, -1), other.ids.view(b, -1)], dim=1)
+        rows = torch.cat([g.view(b, -1, g.shape[1]), added.view(b, -1, g.shape[1])], dim=1)
+        return LookupRecord.from_dense(ids, rows, self.num_embeddings, padding)
+
+    def norm_sq(self) -> Tensor:
+        norm_sq = ops.lookup_norm(
+            self.ids, self.sample, self.g, self.batch_size, self.num_embeddings, self.padding_idx
+        )
+        return (norm_sq.sqrt() + self.slack()).square()
+
+    def slack(self) -> Tensor:
+        return ops.lookup_slack(self.sample, self.g, self.batch_size)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return ops.lookup_sum(
+            self.ids, self.sample, self.g, scale, self.num_embeddings, self.padding_idx
+        )
+
+    def per_sample(self) -> Tensor:
+        b, v = self.batch_size, self.num_embeddings
+        rows, one = self.sample * v + self.ids, self.g.new_ones(b, dtype=torch.float32)
+        table = ops.lookup_sum(rows, self.sample, self._without_padding(), one, b * v)
+        return table.view(b, v, self.g.shape[-1])
+
+    def dense(self) -> tuple[Tensor, Tensor] | None:
+        """(ids [b, t], g [b, t, d] with padding rows zeroed), or None where samples are ragged."""
+        if self.per_sample_count is None or not self.batch_size:
+            return None
+        shape = (self.batch_size, self.per_sample_count)
+        return self.ids.view(shape), self._without_padding().view(*shape, -1)
+
+    def of_units(self, units: UnitRows) -> Record:
+        """Entries say whose they are; in their places in the rows they are kept for `tied_norm`."""
+        whole = LookupRecord(
+            self.ids, units.owners_of(self.sample), self.g, batch_size=units.count,
+            num_embeddings=self.num_embeddings, padding_idx=self.padding_idx,
+        )  # fmt: skip
+        ragged = self.per_sample_count is None or not self.batch_size
+        return whole if ragged else UnitRecord(self, units, whole)
+
+    def laid(self, layout: Layout) -> list[LookupRecord]:
+        dense = self.dense()
+        assert dense is not None
+        ids, g = map(layout.split, dense)
+        return [
+            LookupRecord.from_dense(i.flatten(1, 2), x.flatten(1, 2), self.num_embeddings)
+            for i, x in zip(ids, g, strict=True)
+        ]
+
+    def _without_padding(self) -> Tensor:
+        g = ops.widen(self.g)
+        if self.padding_idx is None:
+            return g
+        return g.masked_fill((self.ids == self.padding_idx)[:, None], 0)

@@ -1,0 +1,153 @@
+"""Whose a row is where the model moves rows about: read from the gradient, in every backward pass.
+
+Inside a mixture of experts, rows of a batch are gathered, sorted and put back as their values say. What
+comes out of the whole module has its samples in their places again. There, gradients of sample i are
+scaled by a power of two of its own and sent through the module once more; the ratio says whose every
+row inside is (fastclip.samples.batch_axis).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fastclip.core.torch_names import current_task
+from fastclip.errors import BatchSizeError
+from fastclip.samples.batch_axis import NOBODY, Place, coded_by
+from fastclip.trace.tracer import all_aside
+
+_BASE = 16
+"""Samples that one pass tells apart, by factors of 2^-8 to 2^7."""
+_NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
+_NEAR_HALF = 2.0**-5
+"""How far from a power of two a ratio may be: on a GPU gradients may be added up in another order."""
+_ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6}
+_ROUNDING_HALF = 1e-3
+"""Of the largest entry: what of several samples is below has cancelled but for rounding (the maximum
+that a softmax subtracts), and contributes nothing."""
+
+
+class Routing:
+    """One call of a module inside which rows are moved.
+
+    Args:
+        batch: samples.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self._edges: list[GradientEdge] = []
+        self._codes: list[tuple[Tensor | None, ...]] = []
+
+    def watch(self, out: Tensor) -> int:
+        """The owners of this tensor's rows will be asked for, by the number returned."""
+        self._edges.append(get_gradient_edge(out))
+        return len(self._edges) - 1
+
+    def leave(self, outputs: list[Tensor], places: list[Place]) -> list[Tensor]:
+        """What the module returns, where its gradients come in."""
+        if not self._edges:
+            return outputs
+        return list(_Leave.apply(self, places, *outputs))
+
+    def send(self, edges: list[GradientEdge], gradients: list[Tensor], places: list[Place]) -> None:
+        """Send coded gradients through the module."""
+        self._codes = []
+        span = 1
+        while span < max(self.batch, 2):
+            seeds = []
+            for gradient, place in zip(gradients, places, strict=True):
+                owner = place.owners(gradient.shape[place.axis], self.batch, gradient.device)
+                digits = owner.div(span, rounding_mode="floor").remainder(_BASE) - _BASE // 2
+                seeds.append(coded_by(gradient, place.axis, digits))
+            self._codes.append(
+                torch.autograd.grad(edges, self._edges, seeds, retain_graph=True, allow_unused=True)
+            )
+            span *= _BASE
+
+    def owners(self, number: int, g: Tensor, label: str) -> Tensor:
+        """The sample of every entry of `g`, int64 in its shape; NOBODY where it is 0.
+
+        Raises:
+            BatchSizeError: an entry follows from several samples (on a CPU; on a GPU, which would have
+                to be waited for, such an entry contributes nothing).
+        """
+        if not self._codes:
+            raise BatchSizeError(
+                f"{label}: gradients reach it past the output of the module that moves its rows (a "
+                "value kept on an attribute, an auxiliary loss), so that its rows cannot be told apart"
+            )
+        met = {g.dtype, *(x.dtype for codes in self._codes for x in codes if x is not None)}
+        exact = torch.float16 not in met  # whose small numbers do not scale exactly
+        near = _NEAR.get(g.dtype, _NEAR_HALF) if exact else _NEAR_HALF
+        rounding = _ROUNDING.get(g.dtype, _ROUNDING_HALF) if exact else _ROUNDING_HALF
+        plain = _wide(g)
+        owner = torch.zeros_like(plain, dtype=torch.int64)
+        mixed = torch.zeros_like(plain, dtype=torch.bool)
+        for power, codes in enumerate(self._codes):
+            code = codes[number]
+            code = plain.new_zeros(()) if code is None else _wide(code)
+            digit, told = _digit(plain, code, near)
+            mixed |= ~told
+            owner += digit * _BASE**power
+        size = plain.abs().nan_to_num(0.0, 0.0, 0.0)
+        largest = size.amax() if size.numel() else size.sum()
+        silent = (plain == 0) | ~torch.isfinite(plain) | (mixed & (size <= rounding * largest))
+        mixed = (mixed | (owner >= self.batch)) & ~silent
+        if g.device.type == "cpu" and bool(mixed.any()):
+            raise several(label, "an entry")
+        return owner.masked_fill(silent | mixed, NOBODY)
+
+
+def several(label: str, what: str) -> BatchSizeError:
+    """The refusal of what cannot be given to one sample."""
+    return BatchSizeError(
+        f"{label}: {what} of its output follows from several samples, so no per-sample gradient exists; "
+        "let every row be computed from one sample alone"
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Wide enough for the ratio of two entries, which has few digits."""
+    return x.detach() if x.dtype == torch.float64 else x.detach().float()
+
+
+def _digit(plain: Tensor, code: Tensor, near: float) -> tuple[Tensor, Tensor]:
+    """By how much every entry was scaled, 0 for the least; where this tells the whole ratio."""
+    ratio = code / plain
+    digit = ratio.abs().log2().nan_to_num(0.0, 0.0, 0.0).round() + _BASE // 2
+    digit = digit.clamp(0, _BASE - 1)
+    apart = (ratio * (_BASE // 2 - digit).exp2() - 1).abs()
+    return digit.to(torch.int64), apart <= near  # NaN is not near
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, routing: Routing, places: list[Place], *outputs: Tensor) -> tuple:
+        ctx.set_materialize_grads(False)
+        ctx.routing, ctx.places = routing, places
+        return tuple(x.clone() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        came = [
+            (GradientEdge(*edge), gradient.detach(), place)
+            for edge, gradient, place in zip(
+                ctx.next_functions[-len(gradients) :], gradients, ctx.places, strict=True
+            )
+            if gradient is not None and edge[0] is not None
+        ]
+        if came and _records():
+            edges, values, places = (list(column) for column in zip(*came, strict=True))
+            with all_aside():  # these gradients are no part of a traced step
+                ctx.routing.send(edges, values, places)
+        return None, None, *gradients
+
+
+def _records() -> bool:
+    """It is a backward pass, and not one that was sent through an enclosing module."""
+    return current_task() != -1

@@ -1,0 +1,187 @@
+"""Where the samples are in one tensor: along an axis, which other dimensions may be folded into."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.errors import GraphError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Sample i holds the entries `outer * B * inner`-wise at o * B * inner + i * inner + k of `axis`.
+
+    Windows, heads and [B * T, d] have outer 1; time-major rows [T * B, d] have inner 1; a plain batch
+    has both 1.
+    """
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+    plain: bool = field(init=False, repr=False, compare=False)
+    """One entry of the axis a sample."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", self.outer == self.inner == 1)
+
+    @property
+    def order(self) -> int:
+        """1: sample by sample, -1: the samples' first entries come first; 0: both, or neither."""
+        return (self.outer == 1) - (self.inner == 1)
+
+    def like(self, other: Place) -> bool:
+        """Whether it may be the same layout as this one, at other lengths."""
+        return self.axis == other.axis and self.order * other.order >= 0
+
+    def fold(self, size: int, batch: int) -> tuple[int, int] | None:
+        """outer and inner for an axis of this size; None where it cannot hold the batch.
+
+        A length that changes between steps changes the one of them that is not 1.
+        """
+        if self.plain:
+            return (1, 1) if size == batch else None
+        if not batch:
+            return (self.outer, self.inner) if not size else None
+        if size % batch:
+            return None
+        each = size // batch
+        if each == self.outer * self.inner:
+            return self.outer, self.inner
+        if self.outer == 1:
+            return 1, each
+        return (each, 1) if self.inner == 1 else None
+
+    def fits(self, x: Tensor, batch: int) -> bool:
+        """Whether `x` can hold so many samples here."""
+        return x.dim() > self.axis and self.fold(x.shape[self.axis], batch) is not None
+
+    def rows(self, x: Tensor, batch: int) -> Tensor:
+        """`x` with its samples along axis 0: [b, *others], or [b, outer * inner, *others] if folded."""
+        if self.plain:
+            return x.movedim(self.axis, 0) if self.axis else x
+        found = self.fold(x.shape[self.axis], batch)
+        assert found is not None
+        outer, inner = found
+        first = x.movedim(self.axis, 0)
+        split = first.reshape(outer, batch, inner, *first.shape[1:]).transpose(0, 1)
+        return split.reshape(batch, outer * inner, *first.shape[1:])
+
+    def moved_to(self, axis: int) -> Place:
+        """The same fold of another axis."""
+        return self if axis == self.axis else Place(axis, self.outer, self.inner)
+
+    def owners(self, size: int, batch: int, device: torch.device) -> Tensor:
+        """The sample of every entry of the axis, int64 [size]."""
+        found = self.fold(size, batch)
+        assert found is not None
+        entries = torch.arange(size, dtype=torch.int64, device=device)
+        return entries.div(found[1], rounding_mode="floor").remainder(max(batch, 1))
+
+
+def places(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[Place]:
+    """Where `batch` samples may be in a tensor of this shape, the plainest first."""
+    for axis in axes:
+        size = shape[axis]
+        if not size or size % batch:
+            continue
+        each = size // batch
+        divisors = [n for n in range(1, each + 1) if not each % n]
+        yield from (Place(axis, outer, each // outer) for outer in divisors)
+
+
+def called(name: Hashable) -> str:
+    """A layer's path, or what a use is known by."""
+    return str(name) if isinstance(name, str) else str(getattr(name, "label", name))
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradients in which those of sample i are scaled by a power of two of its own.
+#
+# A backward pass is linear, and a power of two scales without rounding. So where two passes start
+# from the
+# same gradients, once as they are and once scaled, every entry that follows from sample i alone
+# comes out
+# exactly so many times as large; an entry that follows from two samples does not. An entry without
+# a
+# gradient belongs to nobody, and contributes nothing.
+
+
+NOBODY = -1
+
+
+def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:
+    """`gradient` with entry i of the axis times 2^digits[i]; digits is [size of the axis]."""
+    shape = [1] * gradient.dim()
+    shape[axis] = -1
+    factor = torch.exp2(digits.to(torch.float32)).to(gradient.device, gradient.dtype)
+    return gradient * factor.view(shape)
+
+
+# -------------------------------------------------------------------------------------------------
+# Methods that are called without tensors: where the samples are in them nobody can tell.
+
+
+def check_rows(running: Iterable[Any], layouts: Mapping[str, Any], path: Hashable | None) -> None:
+    """Refuse a private layer that such a method reaches itself; what it calls with rows is looked at.
+
+    Args:
+        running: the calls, the outermost first. layouts: what is known of them, by their names; some
+            are known to train. path: of the layer; None: it is no layer.
+
+    Raises:
+        GraphError: naming both, and the way out.
+    """
+    blind = [call.name for call in running if call.drives and not layouts[call.name].drives]
+    if blind and path is not None:
+        raise GraphError(
+            f"{called(path)} is reached inside {blind[-1]}, which was called without tensors, so it "
+            "cannot be told which rows are whose there; give the method the batch as an argument, or "
+            "compute the loss from what the model's forward returns"
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Whether values of two runs agree but for rounding.
+
+
+VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far values of one row may differ, relative to the largest of the tensor: a kernel may add up in
+another order where another row is longer."""
+OTHER_BATCH = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""The same in batches of another size, or at another place: parts of a float64 model may compute in
+float32."""
+_MASKS, _BELOW = 1e4, 1e3
+"""A mask writes numbers as large as that, beside which all others are so many times smaller."""
+
+
+def close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> bool:
+    if torch.equal(first, second):  # most are
+        return True
+    if not first.is_floating_point() and not first.is_complex():
+        return False
+    # 16-bit roundings of sums that differ in their last bit: influence sees what is smaller
+    dtype = first.dtype.to_real()
+    tolerance = allowed.get(dtype, 4 * torch.finfo(dtype).eps)
+    known = torch.isfinite(first)
+    if not torch.equal(known, torch.isfinite(second)):
+        return False
+    one, other = _unmasked(first[known], second[known])
+    return not one.numel() or bool(
+        (one - other).abs().max() <= tolerance * torch.maximum(one.abs().max(), other.abs().max())
+    )
+
+
+def _unmasked(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Without what a mask has written, which is so large that nothing else would show beside it."""
+    sizes = one.abs()
+    largest = sizes.amax() if len(one) else 0.0
+    if largest < _MASKS:
+        return one, other
+    rest = (sizes < largest) | (one != other)
+    apart = bool((torch.maximum(sizes, other.abs())[rest] <= largest / _BELOW).all())
+    return (one[rest], other[rest]) if apart else (one, other)

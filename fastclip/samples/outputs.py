@@ -1,0 +1,190 @@
+"""What a call returns, held against what looks have seen: an output that comes later (a loss term of
+labels that the first batch has none of) is looked at when it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from fastclip.errors import PER_SAMPLE, BatchSizeError
+from fastclip.samples.inputs import flatten, rebuild, tensors_of
+from fastclip.samples.layout import BatchLayout, Guards
+
+# -------------------------------------------------------------------------------------------------
+# Gradients that are not finite stop at the output of a model that would spread them over other
+# rows.
+#
+# Products with weights of exactly 0 (a block-diagonal mask, a one-hot dispatch) keep rows apart as
+# long as
+# all gradients are finite: 0 * NaN is NaN. The loss of one row may be NaN for its own label.
+
+
+def stop_gradients(spreading: Mapping[int, int], output: Any) -> None:
+    """Rows whose gradient comes in NaN, infinite or too large to be squared get zeros in its place.
+
+    Args:
+        spreading: the axis of the rows in these outputs, by number; -1: entries are taken by themselves.
+    """
+    if not spreading:
+        return
+    leaves = [x for x in flatten(output)[0] if isinstance(x, (Tensor, PackedSequence))]
+    for number, axis in spreading.items():
+        if number >= len(leaves):
+            continue
+        leaf = leaves[number]
+        x, axis = (leaf.data, -1) if isinstance(leaf, PackedSequence) else (leaf, axis)
+        if x.requires_grad and x.dim() > axis:
+            x.register_hook(partial(_stopped, axis))
+
+
+def _stopped(axis: int, gradient: Tensor) -> Tensor:
+    largest = torch.finfo(gradient.dtype).max
+    # a norm that is beyond the largest number contributes nothing anyway
+    known = gradient.abs() <= (largest if gradient.dtype == torch.float16 else largest**0.5)
+    others = [d for d in range(gradient.dim()) if d != axis]
+    if axis >= 0 and others:
+        known = torch.all(known, others, keepdim=True)
+    return torch.where(known, gradient, torch.zeros_like(gradient))
+
+
+# -------------------------------------------------------------------------------------------------
+# Outputs that belong to no one row: a loss computed inside the model, scores of rows against rows.
+#
+# A mean of the rows' own losses gives every row the same gradient whatever the others hold. A mean
+# over
+# tokens, a contrastive loss, a statistic of the batch do not; they may be returned, but not
+# trained on.
+
+
+def refuse_gradients(guards: Guards, output: Any, *, replaced: bool = False) -> Any:
+    """Let no gradient come in through outputs that couple rows.
+
+    Args:
+        guards: of the call's inputs. output: of the call. replaced: the model's own mean cross
+            entropies are per sample.
+
+    Returns:
+        The output, in which views take the place of what couples rows: other outputs may be made of it.
+    """
+    stop_gradients(guards.spreading, output)
+    if not guards.mixed:
+        return output
+    output = _apart(guards.mixed, output)
+    for number, tensor in enumerate(tensors_of(output)):
+        if guards.mixed.get(number) == tensor.dim() and tensor.requires_grad:
+            tensor.register_hook(partial(_refuse_mixed, number, tuple(tensor.shape), replaced))
+    return output
+
+
+def _apart(numbers: Collection[int], output: Any) -> Any:
+    leaves, structure = flatten(output)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, PackedSequence))]
+    for number in numbers:
+        x = leaves[places[number]] if number < len(places) else None
+        if isinstance(x, Tensor):
+            leaves[places[number]] = x.view_as(x)
+    return rebuild(leaves, structure)
+
+
+def _refuse_mixed(number: int, shape: tuple[int, ...], replaced: bool, gradient: Tensor) -> None:
+    way_out = (
+        "model_loss='per_sample' does not know this loss:" if replaced else f"{PER_SAMPLE}, or"
+    )
+    raise BatchSizeError(
+        f"output {number} of the model, of shape {list(shape)}, is part of the loss, but one sample's "
+        "gradient depends on the other samples (a mean over tokens, scores of rows against rows). "
+        f"{way_out} return one loss a row, of shape [b]."
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+_EACH_ROW = "each row"
+Outlet = tuple[tuple[Hashable, ...], int]
+"""Where a tensor is in an output, and of how many dimensions it is."""
+
+
+def outlets(output: Any, rows: int | None = None) -> Iterator[tuple[Outlet, Tensor]]:
+    """The tensors of an output.
+
+    Args:
+        rows: lists of as many hold one tensor a row, of which all are alike; None: no list does.
+    """
+    return _below((), output, rows)
+
+
+def _below(
+    path: tuple[Hashable, ...], value: Any, rows: int | None
+) -> Iterator[tuple[Outlet, Tensor]]:
+    if isinstance(value, Tensor):
+        yield (path, value.dim()), value
+    elif isinstance(value, Mapping):
+        for name, held in value.items():
+            yield from _below((*path, name), held, rows)
+    elif isinstance(value, (list, tuple)):
+        alike = len(value) == rows
+        for number, held in enumerate(value):
+            yield from _below((*path, _EACH_ROW if alike else number), held, rows)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for name, held in vars(value).items():
+            yield from _below((*path, name), held, rows)
+
+
+def outlets_of(output: Any, rows: int) -> set[Outlet]:
+    """Where the tensors of an output are, whether lists of as many hold rows or not."""
+    return {outlet for size in (None, rows) for outlet, _ in outlets(output, size)}
+
+
+def guarded(
+    layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None,
+    *, replaced: bool = False,
+) -> Any:  # fmt: skip
+    """The output of a call, through which no gradient comes in that couples rows.
+
+    Args:
+        called: the call, of samples.calls. look: Calls' own, in the middle of it; None where it cannot.
+        replaced: the model's own mean cross entropies are per sample.
+    """
+    rows = None if called.forward is None else called.forward.batch_size
+    guards = layout.guards_of(called.args, called.kwargs)
+    if guards.outlets and rows and torch.is_grad_enabled():
+        new = _new(guards, rows, output)
+        if look is not None and new - guards.rare:
+            look(layout, called, called.forward, None, whole=True)
+            guards = layout.guards_of(called.args, called.kwargs)
+            new = _new(guards, rows, output)
+        guards.rare |= new
+        if new:
+            _refuse_unseen(layout, new, rows, output)
+    return refuse_gradients(guards, output, replaced=replaced)
+
+
+def _new(guards: Guards, rows: int, output: Any) -> set[Outlet]:
+    """The outlets that no look has seen, whichever lists hold rows."""
+    found = {outlet for outlet, _ in outlets(output)} - guards.outlets
+    if found:
+        found = {outlet for outlet, _ in outlets(output, rows)} - guards.outlets
+    return found
+
+
+def _refuse_unseen(layout: BatchLayout, new: set[Outlet], rows: int, output: Any) -> None:
+    for outlet, x in outlets(output, rows):
+        holds = any(x.dim() > axis and x.shape[axis] == rows for axis in {0, layout.axis})
+        if outlet in new and x.requires_grad and not holds:
+            x.register_hook(partial(_refuse_late, outlet[0], tuple(x.shape)))
+
+
+def _refuse_late(path: tuple[Hashable, ...], shape: tuple[int, ...], gradient: Tensor) -> None:
+    raise BatchSizeError(
+        f"output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
+        "but a few rows of the batch do not give it, so whether it couples them is not known; return it "
+        "in every call (zero where nothing counts), or one loss a row, of shape [b]"
+    )
