@@ -5,7 +5,7 @@ and cuda/ becomes fastclip._C where there is an nvcc.
 All are optional: without them every operation still runs, in Triton or PyTorch. So a module that
 cannot be built is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves all
 out, FASTCLIP_BUILD=strict (`make build`) makes a failed build an error. How they are compiled is said by
-fastclip/building/recipe.py. The rest of the metadata is in pyproject.toml.
+fastclip/core/build_recipe.py. The rest of the metadata is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def imported(path: Path) -> ModuleType:
     return found
 
 
-recipe = imported(ROOT / "fastclip" / "building" / "recipe.py")
-sources = imported(ROOT / "fastclip" / "sources.py")
+recipe = imported(ROOT / "fastclip" / "core" / "build_recipe.py")
 NotBuilt, NoCompiler, find_cxx = recipe.NotBuilt, recipe.NoCompiler, recipe.find_cxx
 OLDEST_NVCC = (12, 1)  # the first whose kernels take 32,764 bytes of parameters
 GENCODE = {  # architecture -> what is kept of it; PTX (compute_*) serves what comes after
@@ -186,7 +185,7 @@ def write_ninja(folder: Path, module: Module, compiler: str) -> None:
     lines = [f"compiler = {dollars(compiler)}", f"flags = {dollars(flags)}"]
     lines.append(f"libraries = {dollars(shlex.join(module.libraries()))}")
     lines.append(RULES)
-    objects, mark = [], sources.mark_of(module.folder, copy)
+    objects, mark = [], recipe.mark_of(module.folder, copy)
     for unit in recipe.units_of(copy / module.folder):
         objects.append(escape(f"{unit.name}.o"))
         lines.append(f"build {objects[-1]}: compile {escape(unit)}")
@@ -276,7 +275,7 @@ class BuildModules(build_ext):
 
 
 class BuildPackage(build_py):
-    """Packs the sources of what fits one torch alone: fastclip.core.building compiles them where it runs."""
+    """Packs the sources of what fits one torch alone; fastclip.core.building compiles them."""
 
     def run(self) -> None:
         """As ever, and these files."""
@@ -286,7 +285,7 @@ class BuildPackage(build_py):
         packed = Path(self.build_lib) / "fastclip" / "_csrc"
         shutil.rmtree(packed, ignore_errors=True)  # of an earlier build
         for module in (PATH, STEP):
-            for path in sources.files_of(module.folder, SOURCES):
+            for path in recipe.files_of(module.folder, SOURCES):
                 to = packed / path.relative_to(SOURCES)
                 to.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, to)

@@ -4,18 +4,18 @@ Names are imported when they are first asked for: the engine needs Opacus, which
 than torch, and `fastclip.ops`, `fastclip.clipping` and `fastclip.losses` do without it.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastclip import clipping, counts, errors, losses
-    from fastclip.engine import FastPrivacyEngine
-    from fastclip.layers import register_rule
-    from fastclip.model.unwrapping import bare_state_dict, unwrap
-    from fastclip.optim.batch_memory import BatchMemoryManager
-    from fastclip.optim.grad_scaler import GradScaler
-    from fastclip.optim.optimizer import FastDPOptimizer
-    from fastclip.planner import Costs, Planner
+    from fastclip.engine.batch_memory import BatchMemoryManager
+    from fastclip.engine.model import bare_state_dict, unwrap
+    from fastclip.engine.optimizer import FastDPOptimizer, GradScaler
+    from fastclip.engine.privacy_engine import FastPrivacyEngine
+    from fastclip.ops.planner import Costs, Planner
+    from fastclip.rules import register_rule
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,16 +34,30 @@ __all__ = [
     "unwrap",
 ]
 _MODULES = {
-    "BatchMemoryManager": "optim.batch_memory",
-    "Costs": "planner",
-    "FastDPOptimizer": "optim.optimizer",
-    "FastPrivacyEngine": "engine",
-    "GradScaler": "optim.grad_scaler",
-    "Planner": "planner",
-    "bare_state_dict": "model.unwrapping",
-    "register_rule": "layers",
-    "unwrap": "model.unwrapping",
+    "BatchMemoryManager": "engine.batch_memory",
+    "Costs": "ops.planner",
+    "FastDPOptimizer": "engine.optimizer",
+    "FastPrivacyEngine": "engine.privacy_engine",
+    "GradScaler": "engine.optimizer",
+    "Planner": "ops.planner",
+    "bare_state_dict": "engine.model",
+    "register_rule": "rules",
+    "unwrap": "engine.model",
 }
+
+
+class OldPaths:
+    """Asked after all other finders: modules that have moved are found, and warn (fastclip._moved)."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of an old path, or None."""
+        if not name.startswith("fastclip.") or name == "fastclip._moved":
+            return None
+        return import_module("fastclip._moved").spec_of(name)
+
+
+sys.meta_path.append(OldPaths)
 
 
 if not TYPE_CHECKING:  # which would take any name for one of the package

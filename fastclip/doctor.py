@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from fastclip.backward import bare
 from fastclip.core.building import state_of
 from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of
-from fastclip.ops.planner import cache_file, device_name
+from fastclip.ops.planner import cache_file, costs_of, device_name, measure, save
 from fastclip.samples import runs
 from fastclip.trace.findings import TraceLog
 
@@ -292,15 +293,34 @@ def _answer(judged: Sequence[TraceLog], raised: Exception | None) -> int:
     return NOT_REACHED
 
 
+def show_rates(measuring: bool) -> None:
+    """Print the rates of the planner's cost model on this machine, after measuring them if asked to."""
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in (torch.device("cpu"), *gpus):
+        name = device_name(device)
+        if measuring:
+            print(f"measuring {name} ...", flush=True)
+            save(device, measure(device))
+        known = "measured" if cache_file(name).exists() else "built in; --measure finds its own"
+        print(f"{name} ({known})")
+        for rate, value in asdict(costs_of(device.type, device.index)).items():
+            print(f"  {rate:<12}{value if isinstance(value, bool) else f'{value:.3g}'}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the report, or with --json the data; with a script, whether its samples are independent."""
     parser = argparse.ArgumentParser(prog="python -m fastclip.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the report as data")
+    parser.add_argument("--rates", action="store_true", help="the planner's rates on this machine")
+    parser.add_argument("--measure", action="store_true", help="time them, keep and print them")
     parser.add_argument("script", nargs="?", help="run it until its first private step is traced")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
     if options.script is not None:
         return check_script(options.script, options.arguments)
+    if options.rates or options.measure:
+        show_rates(options.measure)
+        return 0
     found = examine()
     print(json.dumps(found, indent=1) if options.json else report(found))
     return 0

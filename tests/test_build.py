@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 import fastclip
-from fastclip import doctor
+from fastclip import doctor, ops
 from fastclip.core import build_recipe
 from fastclip.core.building import check_built, how_to_build
 from fastclip.ops import dispatch
@@ -59,10 +59,10 @@ def test_it_is_built_where_it_can_be(module: str) -> None:
 def test_its_absence_names_the_way_out(
     module: str, package: str, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = f"fastclip.{package}"
+    package = f"fastclip.ops.{package}"
     monkeypatch.setitem(sys.modules, f"fastclip.{module}", None)
     monkeypatch.delitem(vars(fastclip), module, raising=False)
-    monkeypatch.delitem(vars(fastclip), package.partition(".")[2], raising=False)
+    monkeypatch.delitem(vars(ops), package.rpartition(".")[2], raising=False)
     # what is found missing here is not missing afterwards
     monkeypatch.setattr(dispatch, "_STATE", dispatch._State(dispatch._STATE.requested))
     for name in [name for name in sys.modules if name.startswith(package)]:
@@ -93,9 +93,9 @@ def test_one_of_other_sources_is_refused(
     old.versions = lambda: told  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, f"fastclip.{module}", old)
     monkeypatch.setattr(fastclip, module, old, raising=False)
-    monkeypatch.delitem(vars(fastclip), package, raising=False)
+    monkeypatch.delitem(vars(ops), package, raising=False)
     monkeypatch.setattr(dispatch, "_STATE", dispatch._State(dispatch._STATE.requested))
-    for name in [name for name in sys.modules if name.startswith(f"fastclip.{package}")]:
+    for name in [name for name in sys.modules if name.startswith(f"fastclip.ops.{package}")]:
         monkeypatch.delitem(sys.modules, name)
     said = rf"fastclip\.{module} was built from other sources than csrc/{package} has now"
     with pytest.warns(UserWarning, match=said):
@@ -392,10 +392,9 @@ def checkout(folder: Path, source: str) -> list[Path]:
     for name, part in FOLDERS.items():
         (folder / "csrc" / part).mkdir(parents=True)
         (folder / "csrc" / part / "only.cpp").write_text(source.replace("_NAME", name))
-    (folder / "fastclip" / "building").mkdir(parents=True)
+    (folder / "fastclip" / "core").mkdir(parents=True)
     (folder / "fastclip" / "__init__.py").touch()
-    for name in ("sources.py", "core/build_recipe.py"):
-        shutil.copy(ROOT / "fastclip" / name, folder / "fastclip" / name)
+    shutil.copy(ROOT / "fastclip/core/build_recipe.py", folder / "fastclip/core/build_recipe.py")
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     stale = [folder / "fastclip" / f"{name}{suffix}" for name in FOLDERS]
     for path in stale:

@@ -7,11 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from fastclip.accounting.attack import RATES, draw_attack, in_words, strongest_attack
+from fastclip.accounting.attack import RATES, Attack, draw_attack, in_words, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier, planned_steps
 from fastclip.accounting.epsilon import history
-from fastclip.accounting.forecast import forecast, table
+from fastclip.accounting.forecast import Forecast, forecast, table
 from fastclip.accounting.steps import Rate, TruncatedPoisson, probability
 from fastclip.accounting.tuning import Poisson, Trials, TruncatedNegativeBinomial
 from fastclip.clipping.schedules import (
@@ -76,6 +77,19 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="target: solves for the first step's sigma",
     )
+    add(
+        "--accountant",
+        choices=("prv", "pld", "rdp", "gdp"),
+        default="prv",
+        help="whose epsilon is the total and the target's (%(default)s)",
+    )
+    _add_schedule(add)
+    _add_questions(add)
+    return command  # fmt: skip
+
+
+def _add_schedule(add: Callable[..., Any]) -> None:
+    """Arguments of the noise of each step."""
     add("--schedule", choices=SCHEDULES, default="constant", help="of the noise (%(default)s)")
     add("--stages", type=int, help=f"of any schedule but the constant one ({STAGES})")
     add("--noise-decay", type=float, help="of staged and step")
@@ -88,12 +102,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="R",
         help="sigma of counts / sigma of gradients, for a strategy that counts (adaptive clipping)",
     )
-    add(
-        "--accountant",
-        choices=("prv", "pld", "rdp", "gdp"),
-        default="prv",
-        help="whose epsilon is the total and the target's (%(default)s)",
-    )
+
+
+def _add_questions(add: Callable[..., Any]) -> None:
+    """Arguments of what else is asked: a search, an attack, and in which form."""
     add("--trials", type=float, metavar="MEAN", help="expected number of runs of a private search")
     add(
         "--trials-distribution",
@@ -112,7 +124,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--picture", metavar="FILE.png", help="draw the best attack (matplotlib); implies --attack")
     add("--json", action="store_true", help="print JSON")
-    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,70 +138,71 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser()
     given = command.parse_args(argv)
     try:
-        samples = whole("--samples", given.samples, 1)
-        batch = whole("--batch-size", given.batch_size, 1)
-        if batch > samples:
-            raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}")
-        rate: Rate = batch / samples
-        if given.max_batch_size is not None:
-            most = whole("--max-batch-size", given.max_batch_size, 1)
-            rate = TruncatedPoisson(batch / samples, samples, most)
-            if given.trials is not None:
-                raise ArgumentError(
-                    "--trials prices a search by Renyi divergences, of which none is known for draws "
-                    "that are cut; omit --max-batch-size"
-                )
-        steps = planned_steps(rate, given.epochs, given.steps)
-        schedule = _schedule(given, steps)
-        trials = _trials(given)
-        delta = 1 / (10 * samples) if given.delta is None else given.delta
-        if given.epsilon is None:
-            sigma = positive("--noise-multiplier", given.noise_multiplier)
-        else:
-            sigma = find_noise_multiplier(
-                target_epsilon=given.epsilon,
-                target_delta=delta,
-                sample_rate=rate,
-                steps=steps,
-                schedule=schedule,
-                accountant=given.accountant,
-            )
-        planned = forecast(
-            schedule,
-            sigma,
-            rate,
-            steps,
-            delta,
-            accountant=given.accountant,
-            count_noise_ratio=given.count_noise_ratio,
-            trials=trials,
-        )
-        best = None
-        if given.attack is not None or given.picture is not None:
-            entries = history(schedule, sigma, rate, steps)
-            best = strongest_attack(entries, delta, given.attack or RATES)
+        rate = _rate(given)
+        delta = 1 / (10 * given.samples) if given.delta is None else given.delta
+        planned, best = _answer(given, rate, delta)
         if given.picture is not None and best is not None:
             title = f"epsilon = {planned.epsilon:.3g} at delta = {delta:.2g} ({given.accountant})"
             draw_attack(best, title, given.picture)
     except FastclipError as error:
         command.error(str(error))
-    if delta >= 1 / samples:
+    if delta >= 1 / given.samples:
         print(
-            f"warning: delta = {delta:g} is at least 1 / N = {1 / samples:.3g}, which allows a run "
-            "that publishes one whole sample: choose a smaller --delta",
+            f"warning: delta = {delta:g} is at least 1 / N = {1 / given.samples:.3g}, which allows a "
+            "run that publishes one whole sample: choose a smaller --delta",
             file=sys.stderr,
         )
     if given.json:
         attack = best.as_json() if best else None
         print(json.dumps({**planned.as_json(), "attack": attack}, indent=2, allow_nan=False))
-    else:
-        cut = "" if given.max_batch_size is None else f", at most {given.max_batch_size} rows"
-        print(f"N = {samples}, B = {batch}{cut}, q = B / N = {probability(rate):.6g}", end="")
-        print(f" (Opacus' loader: 1 / {math.ceil(samples / batch)})\n")
-        print(table(planned))
-        if best:
-            print("\n" + in_words(best))
+        return 0
+    cut = "" if given.max_batch_size is None else f", at most {given.max_batch_size} rows"
+    sizes = f"N = {given.samples}, B = {given.batch_size}{cut}"
+    print(f"{sizes}, q = B / N = {probability(rate):.6g}", end="")
+    print(f" (Opacus' loader: 1 / {math.ceil(given.samples / given.batch_size)})\n")
+    print(table(planned))
+    if best:
+        print("\n" + in_words(best))
     return 0
+
+
+def _rate(given: argparse.Namespace) -> Rate:
+    """The sampling rate q = B / N, of draws that may be cut."""
+    samples = whole("--samples", given.samples, 1)
+    batch = whole("--batch-size", given.batch_size, 1)
+    if batch > samples:
+        raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}")
+    if given.max_batch_size is None:
+        return batch / samples
+    most = whole("--max-batch-size", given.max_batch_size, 1)
+    cut = TruncatedPoisson(batch / samples, samples, most)
+    if given.trials is not None:
+        raise ArgumentError(
+            "--trials prices a search by Renyi divergences, of which none is known for draws "
+            "that are cut; omit --max-batch-size"
+        )
+    return cut
+
+
+def _answer(given: argparse.Namespace, rate: Rate, delta: float) -> tuple[Forecast, Attack | None]:
+    """The planned run, and what an attacker can do if that is asked for."""
+    steps = planned_steps(rate, given.epochs, given.steps)
+    schedule, trials = _schedule(given, steps), _trials(given)
+    if given.epsilon is None:
+        sigma = positive("--noise-multiplier", given.noise_multiplier)
+    else:
+        sigma = find_noise_multiplier(
+            target_epsilon=given.epsilon, target_delta=delta, sample_rate=rate, steps=steps,
+            schedule=schedule, accountant=given.accountant,
+        )  # fmt: skip
+    planned = forecast(
+        schedule, sigma, rate, steps, delta, accountant=given.accountant,
+        count_noise_ratio=given.count_noise_ratio, trials=trials,
+    )  # fmt: skip
+    if given.attack is None and given.picture is None:
+        return planned, None
+    entries = history(schedule, sigma, rate, steps)
+    return planned, strongest_attack(entries, delta, given.attack or RATES)
 
 
 def _schedule(given: argparse.Namespace, steps: int) -> NoiseSchedule:

@@ -17,6 +17,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -432,51 +433,14 @@ def _composed(
     first, last = math.floor(window[0] / mesh) - 2, math.ceil(window[1] / mesh) + 8
     length = next_fast_len(last - first + 1, real=True)
     top, unit = (first + length - 1) * mesh, sys.float_info.epsilon * math.log2(2 * length)
-    exponent = np.zeros(length // 2 + 1, dtype=complex)  # of the characteristic function
-    more = np.zeros_like(exponent)  # what rare losses add to it
-    doubt, rare_doubt = np.zeros(len(exponent)), np.zeros(len(exponent))  # by float64
-    bounds, moment, infinite = window[2] / np.array([1.0, 4.0]), 0.0, 0.0
-    above = np.zeros(len(bounds))
+    bounds = window[2] / np.array([1.0, 4.0])
+    sums = _Sums.of(length, len(bounds))
     for sigma, rate, steps in parts:
-        begin, step, lost = _step_on_mesh(sigma, rate, reach, mesh, added)
-        masses = step.copy()
-        at = mesh * np.arange(begin, begin + len(masses))
-        large = at > bulk
-        if not rare:
-            masses[large] = -math.inf
-        for number, turn in enumerate(bounds):
-            above[number] += steps * float(logsumexp(masses + turn * at))
+        begin, masses, lost = _step_on_mesh(sigma, rate, reach, mesh, added)
+        sums.add(begin, masses.copy(), steps, mesh, tilt, bulk, bounds, unit, rare=rare)
         if rare or bulk == math.inf:
-            infinite += steps * math.exp(lost)
-        masses += tilt * at
-        size = float(logsumexp(masses))
-        moment += steps * size
-        masses = np.exp(masses - size)
-        masses[-begin] = (
-            0  # losses of nothing: often nearly all of the mass, which would hide the rest
-        )
-        masses[-begin] = -masses.sum()
-        tail = _wrapped(np.where(large, masses, 0.0), begin, length)
-        masses = _wrapped(np.where(large, 0.0, masses), begin, length)
-        change = rfft(masses)
-        size_of = np.maximum(np.abs(1 + change), 1e-300)
-        exponent += steps * _log1p(change)
-        doubt += steps * unit * (np.linalg.norm(masses) / size_of + np.abs(change))
-        if rare:
-            ratio = rfft(tail) / np.where(np.abs(1 + change) < 1e-300, 1e-300, 1 + change)
-            more += steps * _log1p(ratio)
-            rare_doubt += steps * unit * (np.linalg.norm(tail) / size_of + np.abs(ratio))
-    if rare:
-        small = more.real < 1
-        change = np.where(
-            small, np.exp(exponent) * _expm1(np.where(small, more, 0)),
-            np.exp(exponent + more) - np.exp(exponent),
-        )  # fmt: skip
-        doubt = np.abs(change) * doubt + np.exp((exponent + more).real) * rare_doubt
-    else:
-        change = _expm1(exponent)
-        doubt = np.exp(exponent.real) * doubt
-    doubt = np.hypot(doubt, unit * np.abs(change))
+            sums.infinite += steps * math.exp(lost)
+    change, doubt = sums.change(unit, rare=rare)
     rounding = 1e-300 + float(np.linalg.norm(doubt)) / math.sqrt(len(doubt))  # of all, Parseval
     masses = irfft(change, length)
     if not rare:
@@ -490,17 +454,84 @@ def _composed(
     masses -= (1 + tilt) * (at - center)
     masses = np.logaddexp.accumulate(masses[::-1])[:-1] + (at[-2::-1] - center)
     masses = np.logaddexp.accumulate(masses)[::-1]  # [length - 1], of all points but the last
-    masses += moment - tilt * center + _log_expm1(mesh)
-    outside = np.logaddexp(
-        float((above - bounds * top).min()), math.log(infinite) if infinite else -math.inf
-    )
+    masses += sums.moment - tilt * center + _log_expm1(mesh)
+    infinite = math.log(sums.infinite) if sums.infinite else -math.inf
+    outside = np.logaddexp(float((sums.above - bounds * top).min()), infinite)
     masses = np.logaddexp(np.append(masses, -math.inf), outside)
     # By Cauchy and Schwarz, from the masses above a point and their weights exp(-tilt (l - point)).
     hidden = math.log(rounding) + min(math.log(length), -_log_expm1(2 * tilt * mesh)) / 2
-    masses[:-1] = np.logaddexp(masses[:-1], moment + hidden - tilt * at[:-1])
+    masses[:-1] = np.logaddexp(masses[:-1], sums.moment + hidden - tilt * at[:-1])
     if np.isnan(masses).any():
         raise ArithmeticError("the composition has no number")
     return _Curve(first, mesh, masses)
+
+
+@dataclass
+class _Sums:
+    """What adds up over the steps of a composition: logarithms of transforms, and their errors."""
+
+    exponent: np.ndarray
+    """Of the characteristic function of the tilted losses."""
+    more: np.ndarray
+    """What rare losses add to it."""
+    doubt: np.ndarray
+    """By float64, of the exponent."""
+    rare_doubt: np.ndarray
+    above: np.ndarray
+    """Logarithms of the moments by which Chernoff bounds what lies above the window."""
+    length: int
+    moment: float = 0.0
+    infinite: float = 0.0
+
+    @classmethod
+    def of(cls, length: int, bounds: int) -> _Sums:
+        size = length // 2 + 1
+        complexes, floats = (np.zeros(size, dtype=kind) for kind in (complex, float))
+        return cls(complexes, complexes.copy(), floats, floats.copy(), np.zeros(bounds), length)
+
+    def add(
+        self, begin: int, masses: np.ndarray, steps: int, mesh: float, tilt: float, bulk: float,
+        bounds: np.ndarray, unit: float, *, rare: bool,
+    ) -> None:  # fmt: skip
+        """`steps` steps with these logarithms of masses, the first at `begin` points of the mesh."""
+        at = mesh * np.arange(begin, begin + len(masses))
+        large = at > bulk
+        if not rare:
+            masses[large] = -math.inf
+        for number, turn in enumerate(bounds):
+            self.above[number] += steps * float(logsumexp(masses + turn * at))
+        masses += tilt * at
+        size = float(logsumexp(masses))
+        self.moment += steps * size
+        masses = np.exp(masses - size)
+        # losses of nothing: often nearly all of the mass, which would hide the rest
+        masses[-begin] = 0
+        masses[-begin] = -masses.sum()
+        tail = _wrapped(np.where(large, masses, 0.0), begin, self.length)
+        masses = _wrapped(np.where(large, 0.0, masses), begin, self.length)
+        change = rfft(masses)
+        size_of = np.maximum(np.abs(1 + change), 1e-300)
+        self.exponent += steps * _log1p(change)
+        self.doubt += steps * unit * (np.linalg.norm(masses) / size_of + np.abs(change))
+        if rare:
+            ratio = rfft(tail) / np.where(np.abs(1 + change) < 1e-300, 1e-300, 1 + change)
+            self.more += steps * _log1p(ratio)
+            self.rare_doubt += steps * unit * (np.linalg.norm(tail) / size_of + np.abs(ratio))
+
+    def change(self, unit: float, *, rare: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The characteristic function less that of no loss, or what rare losses change; its error."""
+        exponent, more = self.exponent, self.more
+        if rare:
+            small = more.real < 1
+            change = np.where(
+                small, np.exp(exponent) * _expm1(np.where(small, more, 0)),
+                np.exp(exponent + more) - np.exp(exponent),
+            )  # fmt: skip
+            doubt = np.abs(change) * self.doubt + np.exp((exponent + more).real) * self.rare_doubt
+        else:
+            change = _expm1(exponent)
+            doubt = np.exp(exponent.real) * self.doubt
+        return change, np.hypot(doubt, unit * np.abs(change))
 
 
 def _log1p(change: np.ndarray) -> np.ndarray:

@@ -134,7 +134,7 @@ def linking(
 # This file imports nothing of fastclip, for setup.py loads it where nothing is installed yet.
 
 
-_PACKED = Path(__file__).resolve().parent / "_csrc"
+_PACKED = Path(__file__).resolve().parents[1] / "_csrc"
 """What a wheel holds of the sources: those that are compiled where fastclip runs."""
 CSRC = _PACKED if _PACKED.is_dir() else _PACKED.parents[1] / "csrc"
 """Where the sources are, beside the package of a checkout or in an installed one."""

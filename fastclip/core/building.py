@@ -288,7 +288,10 @@ def _begin(places: list[Place]) -> bool:
         os.utime(lock.fileno())  # when it began
         # The lock is held as long as anyone writes there: by the worker and by its compilers.
         subprocess.run(
-            [sys.executable, "-I", "-S", build_worker.__file__, str(folder / "plan.json"), str(lock.fileno())],
+            [
+                sys.executable, "-I", "-S", build_worker.__file__, str(folder / "plan.json"),
+                str(lock.fileno()),
+            ],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             pass_fds=[lock.fileno()], start_new_session=True, check=True,
         )  # fmt: skip
@@ -462,7 +465,7 @@ def _of_the_package(name: str, folder: str, compiler: str) -> ModuleType:
     return module
 
 
-def how_to_build(compiler: str, package: Path = Path(__file__).parent) -> str:
+def how_to_build(compiler: str, package: Path = Path(__file__).parents[1]) -> str:
     """What to do where a module of csrc/ is absent, in a checkout or where a wheel was installed."""
     if (package.parent / "csrc").is_dir():
         return f"`make build` with {compiler} on PATH builds it"

@@ -1,4 +1,4 @@
-"""What torch's compilers keep to themselves and fastclip needs, as fastclip.core.torch_names has it of the rest.
+"""Private names of torch's compilers that fastclip needs; those of the rest: fastclip.core.torch_names.
 
 Dynamo, which takes longer to import than torch, is not imported before something is compiled.
 """

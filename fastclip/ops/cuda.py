@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip import _C
 from fastclip.clipping.codes import PolicyCode, clip_numbers, step_numbers
 from fastclip.core.building import check_built
 from fastclip.core.numerics import accumulation_dtype
@@ -20,6 +19,9 @@ from fastclip.ops import dispatch
 from fastclip.ops.clip import TYPES, check_std, is_per_layer, mismatch, norm_dtype, numbers_of, room
 from fastclip.ops.noise import refuse_capture
 from fastclip.ops.random import fresh_key
+
+check_built("_C", "cuda", "nvcc")
+from fastclip import _C  # noqa: E402  (its absence has been said by now)
 
 # -------------------------------------------------------------------------------------------------
 # Launchers of the clipping kernels: clip_accumulate.cu and clip_scale.cu of csrc/cuda.
@@ -321,12 +323,6 @@ def _draw(
 _NOISE: dict[str, Callable[..., Any]] = {
     launcher.__name__: launcher for launcher in (noise_finalize, fill_normal)
 }
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-check_built("_C", "cuda", "nvcc")
 
 
 KERNELS: dict[str, Callable[..., Any]] = {**_CLIPPING, **_NOISE}

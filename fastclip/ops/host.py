@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastclip import _host
 from fastclip.core.building import check_built
 from fastclip.core.system import lies_on_host, loop_threads, pointer
 from fastclip.core.torch_names import foreign_modes, function_modes, invents, is_functorch_wrapped
@@ -23,6 +22,9 @@ from fastclip.ops.clip import add_totals, check_std
 from fastclip.ops.conv import ConvGeometry, windows
 from fastclip.ops.grams import GramNorm, LastInput, column, dot_room, strips_of
 from fastclip.ops.noise import SECURE, SEEDED, TORCHS, SecureNoise, SeededNoise
+
+check_built("_host", "host", "a C++ compiler")
+from fastclip import _host  # noqa: E402  (its absence has been said by now)
 
 # -------------------------------------------------------------------------------------------------
 # Tensors that a loop for the CPU may write to, or read beside those.
@@ -666,12 +668,6 @@ def _draw_together(
 
 NORMALS = {"draw_normals": draw_normals, "secure_normals": secure_normals}
 """Operation of fastclip.ops -> launcher."""
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-check_built("_host", "host", "a C++ compiler")
 
 
 KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products, **PRODUCTS, **NORMALS}

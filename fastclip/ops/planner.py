@@ -14,7 +14,6 @@ The constants are the rates of the device (costs.py); only their ratios matter.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import platform
@@ -440,39 +439,3 @@ def _bytes(count: int) -> str:
     if not count:
         return ""
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-# -------------------------------------------------------------------------------------------------
-# `python -m fastclip.ops.planner`: the planner's rates on this machine, and `--measure` to find
-# them.
-
-
-def devices() -> list[torch.device]:
-    """The CPU and every NVIDIA GPU of this machine."""
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return [torch.device("cpu"), *gpus]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Print the rates in use, after measuring them where asked to."""
-    parser = argparse.ArgumentParser(prog="python -m fastclip.ops.planner", description=__doc__)
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="time the operations on each device and keep the rates",
-    )
-    options = parser.parse_args(arguments)
-    for device in devices():
-        name = device_name(device)
-        if options.measure:
-            print(f"measuring {name} ...", flush=True)
-            save(device, measure(device))
-        known = "measured" if cache_file(name).exists() else "built in; --measure finds its own"
-        print(f"{name} ({known})")
-        for rate, value in asdict(costs_of(device.type, device.index)).items():
-            print(f"  {rate:<12}{value if isinstance(value, bool) else f'{value:.3g}'}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,18 +1,17 @@
-"""Exact per-sample rules, one file a layer family."""
+"""Exact per-sample rules of layers, and of functions that take a parameter: one file a family."""
 
 from __future__ import annotations
 
-from fastclip.rules import (
-    contraction,  # noqa: F401  (register)
-    conv,  # noqa: F401  (register)
-    elementwise,  # noqa: F401  (register)
-    embedding,  # noqa: F401  (register)
-    linear,  # noqa: F401  (register)
-    norm,  # noqa: F401  (register)
-    recompute,  # noqa: F401  (register)
-    recurrent,  # noqa: F401  (register)
+from fastclip.rules import (  # noqa: F401  (each registers its rules)
+    contraction,
+    conv,
+    elementwise,
+    embedding,
+    linear,
+    norm,
+    recompute,
+    recurrent,
 )
-from fastclip.rules import embedding as lookup  # noqa: F401  (register)
 from fastclip.rules.linear import linear_record
 from fastclip.rules.protocol import LayerRule, find_rule, register_rule
 from fastclip.rules.records import (

@@ -69,8 +69,8 @@ from fastclip.samples.state import applied_by
 
 
 _NOT_A_CALLER = (
-    "torch/overrides.py", "torch/_tensor.py", "fastclip/uses/composite.py",
-    "fastclip/uses/interceptor.py", "fastclip/uses/proxy.py", "fastclip/model/model_loss.py",
+    "torch/overrides.py", "torch/_tensor.py", "fastclip/rules/derived.py",
+    "fastclip/rules/interceptor.py", "fastclip/engine/model_loss.py",
 )  # fmt: skip
 
 

@@ -1,5 +1,4 @@
-"""A call on few of its rows, on one more and on many, under a tracer: where the samples are, and whether
-they are proven to be independent, whatever the numbers are.
+"""A call on few of its rows and on many, under a tracer: where samples are, and whether independent.
 
 The axis of a layer's input, or of what a use of a parameter gives, is read off what the tracer knows of
 it. A layer whose rows have no one place is opened: the uses of its parameters are followed one by one,
@@ -11,7 +10,7 @@ there fastclip.samples.agreement compares values.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
@@ -41,7 +40,7 @@ from fastclip.samples.probing import (
     coupled,
     unsaved,
 )
-from fastclip.samples.runs import Trail
+from fastclip.samples.runs import Trail, growing_axes
 from fastclip.samples.state import stirred
 from fastclip.samples.subsets import MOST_ROWS
 from fastclip.trace.memory import ORDER, Memory
@@ -489,7 +488,7 @@ def _axes_of_rows(few: _Run, more: _Run) -> Iterator[tuple[Shown, list[int]]]:
     shapes = {x.name: x.value.shape for x in few.probe.outputs}
     for out in more.probe.outputs:
         shape = shapes.get(out.name, ())  # few rows may not give it
-        yield out, _growing_axes(shape, out.value.shape, few.probe.rows, more.probe.rows)
+        yield out, growing_axes(shape, out.value.shape, few.probe.rows, more.probe.rows)
 
 
 def _check_rows(runs: list[_Run], own: set[int]) -> None:
@@ -512,17 +511,11 @@ def _check_rows(runs: list[_Run], own: set[int]) -> None:
         found.update(axes)
     shapes = more.probe.constant_outputs
     for one, other in zip(few.probe.constant_outputs, shapes, strict=False):
-        found.update(_growing_axes(one, other, few.probe.rows, more.probe.rows))
+        found.update(growing_axes(one, other, few.probe.rows, more.probe.rows))
     dims = any(out.value.dim() for out in more.probe.outputs) or any(shapes)
     if dims and not found & own:
         met = (more.cause(out.value) for out in more.probe.outputs if out.shadow.mixed)
         raise NoRows(next(met, ""))
-
-
-def _growing_axes(one: Iterable[int], other: Iterable[int], rows: int, others: int) -> list[int]:
-    """The axes that are longer where there are more samples."""
-    sizes = enumerate(zip(one, other, strict=False))
-    return [axis for axis, (n, m) in sizes if n and n * others == m * rows]
 
 
 class _Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -429,6 +429,12 @@ def _first(source: Tensor, dim: int, sample: int) -> int:
 
 # -------------------------------------------------------------------------------------------------
 # What a run leaves of its operations: two runs that leave the same have computed the same.
+
+
+def growing_axes(one: Iterable[int], other: Iterable[int], rows: int, others: int) -> list[int]:
+    """The axes that are longer where there are more samples."""
+    sizes = enumerate(zip(one, other, strict=False))
+    return [axis for axis, (n, m) in sizes if n and n * others == m * rows]
 
 
 class Trail:

@@ -158,6 +158,34 @@ class Cause:
         return f"{self.operation}{f' of {shapes}' if shapes else ''} at {where}{self.line}"
 
 
+_SAID = {
+    "factor": "Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
+    "are not independent. {denominator}.",
+    "calls": "Your loss joins calls of the model on different samples of the batch, and their samples "
+    "are clipped as the same ones. Pass every call the whole batch, its samples in one order.",
+    "place": "{use} holds samples in other places in this batch than in the few rows that were looked "
+    "at. Give the model the batch again: it is looked at as a whole.",
+    "factors": "Your loss mixes samples: its parts are divided by different numbers of the batch "
+    "({what}). Divide each sample's loss by its own numbers, or by constants.",
+    "repeated": "The batch that your loop gives the model holds a sample at several positions, so it "
+    "contributes several times. Give the model each sample of the loader's batch once.",
+    "views": "The batch that your loop gives the model has views of several samples where views=K "
+    "expects those of one, so they would be clipped as one. Put the K views of each sample next to "
+    "each other: x.repeat_interleave(K, 0), or torch.stack(views, 1).flatten(0, 1).",
+    "input": "Your batch {may_mix} samples before the model: {what} reaches an input. Change each "
+    "sample by itself, in torch or in the data set.",
+    "read": "Your loss depends on {what}, so samples are not independent. Compute the loss without "
+    "numbers that are read from the batch.",
+    "order": "Your loss depends on a sample's position in the batch ({what}), so samples are not "
+    "independent. Use the same constants for all samples.",
+    "python": "Your loss may mix samples: {what} weigh samples, and nothing shows whose they are. "
+    "Compute them in torch, or in the data set.",
+    "mixes": "Your loss mixes samples: {what} reaches the gradient of {use}, so the guarantee does not "
+    "hold. {fix}",
+}
+"""What an error says, by the kind of finding; "python" and "mixes" are of every other kind."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """Why the trace does not prove that samples are independent.
@@ -176,67 +204,16 @@ class Finding:
     def said(self) -> str:
         """An error's message: what mixes samples, where, and one fix."""
         what = str(self.cause) if isinstance(self.cause, Cause) else "an operation"
-        if self.kind == "factor":
-            return (
-                f"Your loss is divided or multiplied by a number of the whole batch ({what}), so "
-                f"samples are not independent. {self._denominator}."
-            )
-        if self.kind == "calls":
-            return (
-                "Your loss joins calls of the model on different samples of the batch, and their "
-                "samples are clipped as the same ones. Pass every call the whole batch, its samples "
-                "in one order."
-            )
-        if self.kind == "place":
-            return (
-                f"{self.use!r} holds samples in other places in this batch than in the few rows that "
-                "were looked at. Give the model the batch again: it is looked at as a whole."
-            )
-        if self.kind == "factors":
-            return (
-                "Your loss mixes samples: its parts are divided by different numbers of the batch "
-                f"({what}). Divide each sample's loss by its own numbers, or by constants."
-            )
-        if self.kind == "repeated":
-            return (
-                "The batch that your loop gives the model holds a sample at several positions, so it "
-                "contributes several times. Give the model each sample of the loader's batch once."
-            )
-        if self.kind == "views":
-            return (
-                "The batch that your loop gives the model has views of several samples where views=K "
-                "expects those of one, so they would be clipped as one. Put the K views of each sample "
-                "next to each other: x.repeat_interleave(K, 0), or torch.stack(views, 1).flatten(0, 1)."
-            )
-        if self.kind == "input":
-            word = "may mix" if BY_PYTHON in what else "mixes"
-            return (
-                f"Your batch {word} samples before the model: {what} reaches an input. "
-                "Change each sample by itself, in torch or in the data set."
-            )
-        if self.kind == "read":
-            return (
-                f"Your loss depends on {what}, so samples are not independent. "
-                "Compute the loss without numbers that are read from the batch."
-            )
-        if self.kind == "order":
-            return (
-                f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
-                "independent. Use the same constants for all samples."
-            )
-        if BY_PYTHON in what:
-            return (
-                f"Your loss may mix samples: {what} weigh samples, and nothing shows whose they are. "
-                "Compute them in torch, or in the data set."
-            )
-        of = repr(self.use) if self.use else "the model"
-        fix = "Compute each sample's loss from that sample alone."
-        if WHOLE_BATCH in what:
-            fix = "Pass batch=False, which makes one loss for each sample."
-        return (
-            f"Your loss mixes samples: {what} reaches the gradient of {of}, so the guarantee "
-            f"does not hold. {fix}"
-        )
+        kind = self.kind
+        if kind not in _SAID:
+            kind = "python" if BY_PYTHON in what else "mixes"
+        whole = "Pass batch=False, which makes one loss for each sample."
+        return _SAID[kind].format(
+            what=what, use=repr(self.use) if self.use else "the model",
+            may_mix="may mix" if BY_PYTHON in what else "mixes",
+            denominator=self._denominator if kind == "factor" else "",
+            fix=whole if WHOLE_BATCH in what else "Compute each sample's loss from that sample alone.",
+        )  # fmt: skip
 
     @property
     def _denominator(self) -> str:

@@ -23,12 +23,12 @@ from tests.units import LAYOUTS
 
 FIXTURES = (samplers,)
 """That these tests ask for."""
-_FOLDERS = ("layers", "models", "precision", "uses")
+_FOLDERS = ("rules.layers", "models", "precision", "rules.uses")
 IN_FLOAT64 = ("tests.models.test_transformers", "tests.precision.test_checkpointing")
 MODULES = [
     importlib.import_module(f"tests.{folder}.{path.stem}")
     for folder in _FOLDERS
-    for path in sorted((Path(__file__).parents[1] / folder).glob("test_*.py"))
+    for path in sorted((Path(__file__).parents[1] / folder.replace(".", "/")).glob("test_*.py"))
 ]
 
 

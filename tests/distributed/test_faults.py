@@ -77,7 +77,8 @@ def test_torchrun_starts_again(tmp_path) -> None:
     path = tmp_path / "run.pt"
     told = [
         "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-        "-m", "tests.distributed.restarted", "--epochs=2", "--batch-size=1024", "--checkpoint", str(path),
+        "-m", "tests.distributed.restarted", "--epochs=2", "--batch-size=1024",
+        "--checkpoint", str(path),
     ]  # fmt: skip
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *told], cwd=world.ROOT, text=True,

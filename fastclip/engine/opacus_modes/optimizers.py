@@ -2,8 +2,9 @@
 
 The modes "hooks", "functorch" and "ew" leave `p.grad_sample` [b, ...] on every parameter. Here their
 clipping is one operation over all parameters (fastclip.ops.clip_accumulate), exact where Opacus
-divides by the norm plus 1e-6, and their noise comes from a fastclip.ops.noise.NoiseSource, so that secure
-mode works in them, too. Everything around them is fastclip.engine.opacus_modes.step's; all else is Opacus' own.
+divides by the norm plus 1e-6, and their noise comes from a fastclip.ops.noise.NoiseSource, so that
+secure mode works in them, too. Everything around them is fastclip.engine.opacus_modes.step's; all else
+is Opacus' own.
 """
 
 from __future__ import annotations

@@ -244,8 +244,8 @@ def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
     prune=_usable_norm,
 )  # fmt: skip
 @launched(do_not_specialize=["bucket", "out_s", "work"])
-def _norm_tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, bucket, row_tiles, col_tiles, out_s,
-           work, sxb, sxc, sxh, sxw, sgb, sgo, sgt, KEEP: tl.constexpr, KH: tl.constexpr,
+def _norm_tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, bucket, row_tiles, col_tiles,
+           out_s, work, sxb, sxc, sxh, sxw, sgb, sgo, sgt, KEEP: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
            PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
            MODE: tl.constexpr, ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr,
@@ -511,9 +511,9 @@ def _usable_sum(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> lis
     prune=_usable_sum,
 )  # fmt: skip
 @launched(do_not_specialize=["b", "splits", "bucket", "work"])
-def _sum_tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, bucket, row_tiles,
-           col_tiles, out_s, sxb, sxc, sxh, sxw, sgb, sgo, sgt, scale_b, BY_SAMPLE: tl.constexpr,
-           KH: tl.constexpr, KW: tl.constexpr,
+def _sum_tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, bucket,
+           row_tiles, col_tiles, out_s, sxb, sxc, sxh, sxw, sgb, sgo, sgt, scale_b,
+           BY_SAMPLE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
            SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
            DH: tl.constexpr, DW: tl.constexpr, MODE: tl.constexpr,
            ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,

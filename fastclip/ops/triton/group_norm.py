@@ -428,8 +428,9 @@ def group_norm_backward(
     has_weight = weight is not None
     if how.whole:
         tensors = *given, w, x if dx is None else dx, dw, db
-        launch(_whole_backward, b * how.blocks, same, tensors, t, c, k, how.blocks, T2=next_power_of_2(t),
-               HAS_WEIGHT=has_weight, NEED_INPUT=need_input, **how.constants)  # fmt: skip
+        launch(_whole_backward, b * how.blocks, same, tensors, t, c, k, how.blocks,
+               T2=next_power_of_2(t), HAS_WEIGHT=has_weight, NEED_INPUT=need_input,
+               **how.constants)  # fmt: skip
         return dx, dw, db
     parts = [x.new_empty(b, how.chunks, c, dtype=torch.float32) for _ in range(2)]
     programs = b * how.chunks * how.blocks

@@ -154,11 +154,11 @@ for name in ("_path", "_step"):
 from fastclip import doctor
 from fastclip.backward import bare
 from fastclip.core.building import MISSING
-from fastclip.samples import paths
-assert paths.FOLLOWS and not bare.WHY_NOT and not MISSING
+from fastclip.samples import runs
+assert runs.FOLLOWS and not bare.WHY_NOT and not MISSING
 assert bare.nodes is fastclip._step is sys.modules["fastclip._step"], bare.nodes
-assert fastclip._path.__file__ == paths._path.__file__
-print(bare.nodes.__file__, paths._path.__file__)
+assert fastclip._path.__file__ == runs._path.__file__
+print(bare.nodes.__file__, runs._path.__file__)
 print(doctor.report(doctor.examine()))
 """
 

@@ -416,7 +416,7 @@ def test_another_model() -> None:
 
 
 def test_a_cpu_runs_as_it_is_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastclip.engine.graphs.recorder_of", recorder_of)
+    monkeypatch.setattr("fastclip.engine.step.recorder_of", recorder_of)
     run = start(flat(), torch.randn(64, 6))
     with pytest.warns(UserWarning, match="runs without a graph"):
         train(run, 2)

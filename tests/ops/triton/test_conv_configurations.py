@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import triton
 
-from fastclip.ops.triton import tiles
+from fastclip.ops.triton import conv, tiles
 
-MODULES = {name: import_module(f"fastclip.ops.triton.{name}") for name in ("conv_norm", "conv_sum")}
+KERNELS = {"norm": conv._norm_tiles, "sum": conv._sum_tiles}
 SIDES = (16, 32, 64, 128)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("device", ["ampere", "hopper"])
 @pytest.mark.parametrize("mode", ["native", "ieee", "tf32x3"])
 @pytest.mark.parametrize("bucket", [1, 16, 64, 4096])
 def test_a_configuration_for_everything(
-    module: str, device: str, mode: str, bucket: int, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, mode: str, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for of in (MODULES["conv_norm"], tiles):
+    for of in (conv, tiles):
         monkeypatch.setattr(of, "generation", lambda: device)
-    kernel = MODULES[module]._tiles
+    kernel = KERNELS[name]
     for rows in SIDES:
         for columns in SIDES:
             tile = {"BLOCK_O": rows, "BLOCK_N": columns, "MODE": mode, "KEEP": False}

@@ -156,14 +156,14 @@ def test_every_configuration(
     geometry = ConvGeometry((130, 34, 3, 2), (1, 1), (1, 1), (1, 1), 1)
     x, g = operands((side, side), geometry, dtype)
     found: list[triton.Config] = []
-    usable = module._tiles.usable
+    usable = module._sum_tiles.usable
     monkeypatch.setattr(
-        module._tiles, "usable", lambda *launch: found.extend(usable(*launch)) or found
+        module._sum_tiles, "usable", lambda *launch: found.extend(usable(*launch)) or found
     )
     conv_sum(x, g, scales(2), geometry)
     assert found
     for config in {str(c.kwargs): c for c in found}.values():
-        monkeypatch.setattr(module._tiles, "usable", lambda *_, config=config: [config])
+        monkeypatch.setattr(module._sum_tiles, "usable", lambda *_, config=config: [config])
         check(x, g, scales(2), geometry)
 
 

@@ -277,7 +277,7 @@ def test_repeated_sums_of_layers(splits: int, monkeypatch: pytest.MonkeyPatch) -
     pairs = [(torch.zeros(2, 4, 8), torch.zeros(2, 4, 16)) for _ in range(2)]
     scale = torch.ones(2)
     same = runtime.alike(*pairs[0], scale), by_tf32(*pairs[0]), 2
-    monkeypatch.setattr(module, "_SPLITS", {same: splits})
+    monkeypatch.setattr(module, "_GROUP_SPLITS", {same: splits})
     first, second = module.scaled_sums(pairs, scale)
     assert torch.equal(first, torch.full((16, 8), 1.0 * splits))
     assert torch.equal(second, torch.full((16, 8), 2.0 * splits))

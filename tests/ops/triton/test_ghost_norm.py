@@ -19,8 +19,6 @@ from tests.ops.test_cancellation import CONSTRUCTIONS
 from tests.ops.triton.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, strided
 
 module = import_module("fastclip.ops.triton.ghost_norm")  # the package exports the function
-of_layers = import_module("fastclip.ops.triton.ghost_norm")
-configurations = import_module("fastclip.ops.triton.ghost_norm")
 SHAPES = [(3, 1, 7, 5), (3, 7, 31, 65), (2, 65, 8, 130), (1, 130, 70, 33)]
 Use = tuple[Tensor, Tensor]
 ULP = 1e-6  # one position has no bound: its norm is rounded like any other number
@@ -192,7 +190,7 @@ MODES = ("native", "ieee", "tf32x3")
 def test_a_configuration_for_everything(
     device: str, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configurations, "generation", lambda: device)
+    monkeypatch.setattr(module, "generation", lambda: device)
     for a_mode, g_mode, restart, sums in product(MODES, MODES, (0, 4096), (False, True)):
         options = {"bucket": bucket, "A_MODE": a_mode, "G_MODE": g_mode, "SUMS": sums}
         options |= {"A_RESTART": 0, "G_RESTART": restart}
@@ -210,7 +208,7 @@ def each_configuration(a: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     options = {"bucket": 1 << (a.shape[1] - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
     options |= {"A_RESTART": 0, "G_RESTART": 0}
     for config in module.usable(module.CONFIGS, options):
-        for kernel in (module._pairs_kernel, of_layers._norms_kernel):
+        for kernel in (module._pairs_kernel, module._norms_kernel):
             monkeypatch.setattr(kernel, "usable", lambda *_, config=config: [config])
         yield
 

@@ -21,7 +21,6 @@ from tests.ops.triton.test_scaled_sum import SHAPES, exact
 from tests.oracle import make_private, row_loss, summed
 
 module = import_module("fastclip.ops.triton.scaled_sum")  # the package exports the function
-one = import_module("fastclip.ops.triton.scaled_sum")
 Pairs = list[tuple[Tensor, Tensor]]
 TOLERANCE = 2e-6  # scales are float32 and products are exact, or nearly
 
@@ -77,11 +76,10 @@ def test_bitwise_repeatable(t: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("t", [3, 70])
 def test_cut_alike_it_is_the_sum_of_one(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: so the bound on a sample's contribution is the same."""
-    for each in (module, one):
-        monkeypatch.setattr(each, "splits_for", lambda *_: 2)
+    monkeypatch.setattr(module, "splits_for", lambda *_: 2)
     pairs, scale = layers(3, 5, t, 20, 70, torch.bfloat16)
     for total, (a, g) in zip(scaled_sums(pairs, scale), pairs, strict=True):
-        assert torch.equal(total, one.scaled_sum(a, g, scale))
+        assert torch.equal(total, module.scaled_sum(a, g, scale))
 
 
 @pytest.mark.one_in(3)
@@ -131,8 +129,7 @@ def blocks(widths: list[int]) -> nn.Sequential:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers of every launch for several, and 1 of every other, as they come."""
     counts: list[int] = []
-    for each, kernel in ((module, "_layers_kernel"), (one, "_tiles_kernel")):
-        found = getattr(each, kernel)
+    for found in (module._layers_kernel, module._tiles_kernel):
         run, names = found.run, found.kernel.arg_names
 
         def counted(grid: Any, args: tuple, kwargs: Any, run=run, names=names) -> Any:

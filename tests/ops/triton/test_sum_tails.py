@@ -13,9 +13,7 @@ from fastclip.ops.triton.scaled_sum import scaled_sum, scaled_sums
 from tests.ops.triton.oracle import DEVICE, relative_error
 from tests.ops.triton.test_scaled_sum import check, exact, operands
 
-one, several = (
-    import_module(f"fastclip.ops.triton.{name}") for name in ("scaled_sum", "scaled_sums")
-)
+module = import_module("fastclip.ops.triton.scaled_sum")  # the package exports the function
 TYPES = [torch.bfloat16, torch.float16]
 
 
@@ -23,17 +21,17 @@ TYPES = [torch.bfloat16, torch.float16]
 def tails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Only the configuration with tails serves here; every launch's REST."""
     taken: list[int] = []
-    (config,) = (c for c in one.CONFIGS if c.kwargs["TAILS"])
+    (config,) = (c for c in module.CONFIGS if c.kwargs["TAILS"])
 
     def only(args: Any, kwargs: dict[str, Any]) -> list[Any]:
         taken.append(kwargs["REST"])
         return [config]
 
-    for kernel in (one._tiles_kernel, several._layers_kernel):
+    for kernel in (module._tiles_kernel, module._layers_kernel):
         for name, value in {"search": None, "usable": only, "_compiled": {}, "_noted": {}}.items():
             monkeypatch.setattr(kernel, name, value)
-    for module in (one, several):
-        monkeypatch.setattr(module, "_SPLITS", {})
+    for splits in ("_SPLITS", "_GROUP_SPLITS"):
+        monkeypatch.setattr(module, splits, {})
     return taken
 
 
@@ -51,10 +49,10 @@ def test_sum(t: int, rest: int, dtype: torch.dtype, tails: list[int]) -> None:
 @pytest.mark.parametrize("t", [16, 64, 81, 112, 128, 209, 224, 250, 256, 280, 1000])
 def test_where_little_is_saved_there_are_none(t: int) -> None:
     a, g, _ = operands(2, t, 8, 8, torch.bfloat16)
-    constants, *_ = one.form_of(a, g)
+    constants, *_ = module.form_of(a, g)
     assert constants["REST"] == 0
-    named = {"p": 8, "d": 8, "bucket": one.next_power_of_2(t), **constants}
-    assert not any(c.kwargs["TAILS"] for c in one.usable_here(one.CONFIGS, named))
+    named = {"p": 8, "d": 8, "bucket": module.next_power_of_2(t), **constants}
+    assert not any(c.kwargs["TAILS"] for c in module.usable_here(module.CONFIGS, named))
 
 
 @pytest.mark.parametrize("t", [128, 250, 256])
@@ -68,8 +66,10 @@ def test_what_another_length_has_chosen_is_right_for_all(t: int, tails: list[int
 def test_a_tail_is_tried_where_it_saves(size: int) -> None:
     """Of wide layers nothing else is."""
     a, g, _ = operands(2, 197, size, size, torch.bfloat16)
-    named = {"p": size, "d": size, "bucket": 256, **one.form_of(a, g)[0]}
-    tried = [(c.kwargs["BLOCK_T"], c.kwargs["TAILS"]) for c in one.usable_here(one.CONFIGS, named)]
+    named = {"p": size, "d": size, "bucket": 256, **module.form_of(a, g)[0]}
+    tried = [
+        (c.kwargs["BLOCK_T"], c.kwargs["TAILS"]) for c in module.usable_here(module.CONFIGS, named)
+    ]
     assert (128, True) in tried
     assert ((128, False) in tried) == (size < 512)
 
@@ -79,7 +79,7 @@ def test_a_tail_is_tried_where_it_saves(size: int) -> None:
 @pytest.mark.parametrize("t", [77, 197])
 def test_any_split(t: int, splits: int, tails: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps and tails are cut apart, each alike."""
-    monkeypatch.setattr(one, "splits_for", lambda *_: splits)
+    monkeypatch.setattr(module, "splits_for", lambda *_: splits)
     check(*operands(5, t, 20, 70, torch.bfloat16))
     assert all(tails)
 

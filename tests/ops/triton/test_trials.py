@@ -26,18 +26,13 @@ from tests.ops.triton.oracle import DEVICE, normal, relative_error
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 HALF, SINGLE = torch.bfloat16, torch.float32
 NAMES = (
-    "conv_norm",
-    "conv_sum",
-    "embedding_norm",
-    "embedding_sum",
+    "conv",
+    "embedding",
     "ghost_norm",
-    "ghost_norms",
     "group_norm",
-    "group_norm_backward",
     "instantiated_norm",
-    "norm_affine",
+    "layer_norm",
     "scaled_sum",
-    "scaled_sums",
 )
 MODULES = {name: import_module(f"fastclip.ops.triton.{name}") for name in NAMES}
 Order = Callable[[list[triton.Config]], list[triton.Config]]
@@ -169,7 +164,7 @@ def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 @pytest.mark.one_in(2)
 def test_sums_of_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULES["scaled_sums"], "splits_for", lambda *_: 2)
+    monkeypatch.setattr(MODULES["scaled_sum"], "splits_for", lambda *_: 2)
     pairs = [
         (normal(3, 40, 130, dtype=dtype, seed=k), normal(3, 40, 70, dtype=dtype, seed=k + 10))
         for k in range(2)
@@ -190,7 +185,7 @@ def test_convolutions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sums_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """By sample; of float32 there is one length of steps: nothing to choose from."""
-    monkeypatch.setattr(MODULES["conv_sum"], "splits_of", lambda *_: 2)
+    monkeypatch.setattr(MODULES["conv"], "splits_of", lambda *_: 2)
     geometry = ConvGeometry((7, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     x, g = normal(3, 3, 9, 9, dtype=HALF), normal(3, 7, 9, 9, dtype=HALF, seed=1)
     scale = torch.rand(3, generator=torch.Generator().manual_seed(0)).to(DEVICE)

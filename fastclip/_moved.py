@@ -1,0 +1,70 @@
+"""Old module paths: importing one gives what the new path has, with a DeprecationWarning.
+
+They stay until version 0.3.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+from fastclip.errors import say
+
+MOVED = {
+    "layers": "rules",
+    "layers.rule": "rules.protocol",
+    "uses": "rules",
+    "uses.rule": "rules.use",
+    "uses.reductions": "rules.elementwise",
+    "uses.elementwise": "rules.elementwise",
+    "planner": "ops.planner",
+    "noise": "ops.noise",
+    "model": "engine",
+    "model.unwrapping": "engine.model",
+    "optim": "engine",
+    "optim.optimizer": "engine.optimizer",
+    "optim.grad_scaler": "engine.optimizer",
+    "mechanism": "engine.mechanism",
+    "explanation": "engine.explanation",
+    "integrations.arguments": "integrations.huggingface",
+}
+"""Old path -> new path, both inside fastclip. Names that had to change are in NAMES."""
+NAMES: dict[str, str] = {}
+"""Old name -> the name in the new module."""
+COMMANDS = {"planner.__main__": ("doctor", ["--rates"])}
+"""`python -m fastclip.OLD` -> the module whose `main` is run, and what comes first on its line."""
+
+
+def spec_of(name: str) -> ModuleSpec | None:
+    """The spec of an old path; None of all others."""
+    inside = name.removeprefix("fastclip.")
+    known = inside in MOVED or inside in COMMANDS
+    return ModuleSpec(name, Moved(), is_package=inside in MOVED) if known else None
+
+
+class Moved(Loader):
+    """Loads an old path: a module that answers for a name with what its new one has."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Warn, and let the new module answer."""
+        old = module.__name__.removeprefix("fastclip.")
+        new = import_module(f"fastclip.{MOVED[old]}")
+        say(f"fastclip.{old} has moved: import {new.__name__}.", DeprecationWarning)
+
+        def answer(name: str) -> Any:
+            return getattr(new, NAMES.get(name, name))
+
+        module.__getattr__ = answer  # type: ignore[method-assign]
+        module.__doc__, module.__all__ = new.__doc__, [n for n in vars(new) if n[0] != "_"]  # type: ignore[attr-defined]
+
+    def get_code(self, name: str) -> CodeType:
+        """The program of `python -m`, which runpy asks for."""
+        module, first = COMMANDS[name.removeprefix("fastclip.")]
+        return compile(
+            f"import sys\nfrom fastclip.{module} import main\n"
+            f"raise SystemExit(main([*{first!r}, *sys.argv[1:]]))\n",
+            f"<{name}>", "exec",
+        )  # fmt: skip
