@@ -99,11 +99,11 @@ def union(spans: Sequence[tuple[float, float]]) -> float:
 
 def plan_of(optimizer: Any) -> list[dict[str, Any]]:
     """How each layer's norm was computed in the last pass: a row a layer, of a private optimizer."""
-    keeper = optimizer.keeper
+    grad_state = optimizer.grad_state
     return [
         {"layer": row.path, "rule": row.rule, "input": row.shape, "norm": row.method,
          "held_bytes": row.nbytes}
-        for row in keeper.plan_log.plan().rows
+        for row in grad_state.plan_log.plan().rows
     ]  # fmt: skip
 
 

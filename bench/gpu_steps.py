@@ -106,8 +106,12 @@ def kernels_in_use(device: torch.device) -> dict[str, str]:
 
 def looks_of(model: Any) -> list[tuple[int, float]]:
     """fastclip's looks at a private model: passes and seconds of each."""
-    keeper = getattr(model, "keeper", None)
-    return [] if keeper is None else [(look.passes, look.seconds) for look in keeper.calls.looks]
+    grad_state = getattr(model, "grad_state", None)
+    return (
+        []
+        if grad_state is None
+        else [(look.passes, look.seconds) for look in grad_state.calls.looks]
+    )
 
 
 def timed(step: Callable[[], Any], clock: CpuClock, steps: int) -> dict[str, Any]:

@@ -113,18 +113,18 @@ def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Mod
     small, _ = private(case.build(True).train(), len(x))
     out = small(x)
     criterion(getattr(out, "logits", out), case.targets(x)).backward()
-    layouts = small.keeper.calls.layouts
+    layouts = small.grad_state.calls.layouts
     raw = model.to("cuda")
     model, optimizer = private(raw, case.shape[0])
     given = (case.inputs(small=False).to("cuda"),)
-    large = {name: parameter for parameter, name in model.keeper.names.items()}
+    large = {name: parameter for parameter, name in model.grad_state.names.items()}
     for layout in layouts.values():
         layout.watch = Watch(raw, given, {}, layout.read, layout.axis)
-        layout.proxied = {large[small.keeper.names[parameter]] for parameter in layout.proxied}
+        layout.proxied = {large[small.grad_state.names[parameter]] for parameter in layout.proxied}
         layout.tried = layout.compared = _KNOWN
         layout.paths = Known()
-    model.keeper.calls.layouts = layouts
-    model.keeper.trace.finish()  # on a card that computes nothing there is nothing to follow
+    model.grad_state.calls.layouts = layouts
+    model.grad_state.trace.finish()  # on a card that computes nothing there is nothing to follow
     return model, optimizer
 
 

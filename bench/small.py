@@ -137,7 +137,7 @@ def private_step(mode: str, model: Any, x: Tensor, y: Tensor) -> tuple[Step, Any
         poisson_sampling=False,
     )  # fmt: skip
     if mode == "without nodes":
-        private.keeper.bare.layers = []
+        private.grad_state.bare.layers = []
     whole = engine.make_step(private, _losses, physical_batch=rows, compile=True)
     called = torch.compile(private, dynamic=False) if mode == "private compiled" else private
 
@@ -203,8 +203,8 @@ def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
         "least": min(seconds),
         "median": quartiles(seconds)[1],
         "calls": entered,
-        "nodes": model.keeper.bare.listed + model.keeper.bare.taken if private else 0,
-        "layers": len(model.keeper.plan_log.plan().rows) if private else 0,
+        "nodes": model.grad_state.bare.listed + model.grad_state.bare.taken if private else 0,
+        "layers": len(model.grad_state.plan_log.plan().rows) if private else 0,
     }
 
 

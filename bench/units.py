@@ -57,7 +57,9 @@ class Training:
         """Seconds of one step."""
         start = time.perf_counter()
         if self.owner is not None:  # units are new in every batch, and so is what follows from them
-            self.optimizer.keeper.batch.next_units = UnitRows(self.owner, len(SIZES), max(SIZES))
+            self.optimizer.grad_state.batch.next_units = UnitRows(
+                self.owner, len(SIZES), max(SIZES)
+            )
         self.optimizer.zero_grad()
         output = self.model(x)
         torch.nn.functional.cross_entropy(getattr(output, "logits", output), y).backward()

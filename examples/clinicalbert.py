@@ -151,7 +151,7 @@ def train(model: PreTrainedModel, notes: Notes, folder: str, **options: float) -
             unit_ids=[note["patient"] for note in training],
             sample_rate=min(1.0, BATCH_SIZE / options["patients"]),
             expected_batch_size=BATCH_SIZE,
-            max_rows_per_unit=MOST_NOTES,
+            max_samples_per_unit=MOST_NOTES,
         ),
     )
     trainer.train()

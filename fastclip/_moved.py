@@ -5,13 +5,14 @@ They stay until version 0.3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from fastclip.errors import say
+from fastclip.errors import ArgumentTypeError, say
 
 MOVED = {
     "layers": "rules",
@@ -31,9 +32,13 @@ MOVED = {
     "explanation": "engine.explanation",
     "integrations.arguments": "integrations.huggingface",
 }
-"""Old path -> new path, both inside fastclip. Names that had to change are in NAMES."""
-NAMES: dict[str, str] = {}
-"""Old name -> the name in the new module."""
+"""Old path -> new path, both inside fastclip."""
+NAMES = {"Choice": "NormMethod", "Plan": "NormPlan"}
+"""Old name -> the name in the new module, of old paths."""
+RENAMED = {("fastclip.data.plan", "Plan"): "SamplingPlan"}
+"""(module, old name) -> new name, of modules that lie where they lay."""
+KEYWORDS = {"max_rows_per_unit": "max_samples_per_unit"}
+"""Old keyword argument -> new one."""
 COMMANDS = {"planner.__main__": ("doctor", ["--rates"])}
 """`python -m fastclip.OLD` -> the module whose `main` is run, and what comes first on its line."""
 
@@ -43,6 +48,38 @@ def spec_of(name: str) -> ModuleSpec | None:
     inside = name.removeprefix("fastclip.")
     known = inside in MOVED or inside in COMMANDS
     return ModuleSpec(name, Moved(), is_package=inside in MOVED) if known else None
+
+
+def renamed(module: str, name: str) -> Any:
+    """What an old name of this module stands for; for its `__getattr__`."""
+    new = RENAMED.get((module, name))
+    if new is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    say(f"{module}.{name} has another name: use {new}.", DeprecationWarning)
+    return getattr(import_module(module), new)
+
+
+def new_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments by their new names.
+
+    Raises:
+        ArgumentTypeError: an argument is given by both names.
+    """
+    found = dict(given)
+    for old, new in KEYWORDS.items():
+        if old in found:
+            if new in found:
+                raise ArgumentTypeError(f"{old} is the old name of {new}. Omit {old}.")
+            say(f"{old} has another name: use {new}.", DeprecationWarning)
+            found[new] = found.pop(old)
+    return found
+
+
+def lifted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call: those that came by an old name, among its `kwargs`, have the new one."""
+    found = new_keywords(arguments["kwargs"])
+    own = {name: found.pop(name) for name in KEYWORDS.values() if name in found}
+    return {**arguments, **own, "kwargs": found}
 
 
 class Moved(Loader):

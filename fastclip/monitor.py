@@ -65,7 +65,7 @@ class Monitor:
         self, engine: Any, optimizer: Any, *, delta: float,
         to: Sequence[Callable[[Reading], None]], every: int = 100, raw: bool = False,
     ) -> None:  # fmt: skip
-        if not hasattr(optimizer, "keeper") or not hasattr(optimizer, "attach_step_hook"):
+        if not hasattr(optimizer, "grad_state") or not hasattr(optimizer, "attach_step_hook"):
             raise ArgumentTypeError(
                 "Monitor expects the optimizer that make_private returned in the fast mode, got "
                 f"{type(optimizer).__name__}"
@@ -113,7 +113,7 @@ def noise_to_signal(optimizer: Any) -> float:
                  if p.requires_grad and p.grad is not None]  # fmt: skip
     if not gradients or any(hasattr(g, "placements") for g in gradients):
         return math.nan
-    state, batches = optimizer.keeper.clipping, optimizer.keeper.batch.accumulated
+    state, batches = optimizer.grad_state.clipping, optimizer.grad_state.batch.accumulated
     divisor, sensitivity = divisor_of(optimizer, batches), state.strategy.sensitivity(state.paid)
     entries = sum(g.numel() for g in gradients)
     std = optimizer.noise_levels.gradients * float(sensitivity) / divisor

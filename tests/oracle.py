@@ -282,7 +282,7 @@ def check_exact(
         optimizer_params=[params[n] for n in grads],
         **kwargs,
     )
-    optimizer.keeper.batch.next_units = joined
+    optimizer.grad_state.batch.next_units = joined
     backward(private, batch, loss_fn, loss_reduction)
 
     assert [n for n, p in params.items() if p.grad is not None] == []  # autograd made no dL/dw
@@ -298,11 +298,11 @@ def check_exact(
         assert found.dtype == wide.get(dtype, dtype), name
     assert_sums(summed({n: params[n] for n in grads}), clipped_sum(grads, C), tol)
     drops = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-    if drops or not any(type(h.rule) in LINEAR for h, _ in private.keeper.bare.layers):
+    if drops or not any(type(h.rule) in LINEAR for h, _ in private.grad_state.bare.layers):
         return
     for _ in range(3):  # the first steps are traced; in later ones layers may be bare
         optimizer.zero_grad()
-        optimizer.keeper.batch.next_units = joined
+        optimizer.grad_state.batch.next_units = joined
         backward(private, batch, loss_fn, loss_reduction)
     assert relative_error(optimizer.per_sample_norms, ref_norms) <= (norm_tol or tol)
     assert_sums(summed({n: params[n] for n in grads}), clipped_sum(grads, C), tol)

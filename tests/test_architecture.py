@@ -16,24 +16,24 @@ MAY_IMPORT = {
     "errors": "",
     "core": "errors",
     "losses": "errors",
+    "_moved": "errors",
     "clipping": "core",
     "trace": "core",
     "ops": "clipping",  # loads host, cuda and triton by name, in ops.dispatch alone
     "distributed": "ops",
     "accounting": "distributed",
     "samples": "distributed trace",
-    "data": "accounting trace",
+    "data": "accounting trace _moved",
     "rules": "samples",
     "counts": "data",
     "backward": "data rules",
-    "engine": "backward counts",
+    "engine": "backward counts _moved",
     "opacus": "engine",
     "monitor": "engine",
     "fairness": "counts",
     "audit": "engine",
     "integrations": "engine",
     "testing": "engine",
-    "_moved": "errors",
     "doctor": "engine",
     "fastclip": "engine losses",
 }
@@ -42,7 +42,7 @@ LOADED_LATER = {"fastclip._C", "fastclip._host", "fastclip._path", "fastclip._st
 """Built from csrc/, where no module of ours is seen."""
 
 LIMITS = {
-    "folders": 23, "floors": 10, "imports between folders": 109, "circles": 0, "files": 223,
+    "folders": 23, "floors": 10, "imports between folders": 110, "circles": 0, "files": 223,
     "files under 100 lines": 25, "lines of a file": 700, "modules of a folder": 18,
     "lines of a function": 60,
 }  # fmt: skip

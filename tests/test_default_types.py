@@ -156,9 +156,9 @@ def test_a_step_copies_nothing_from_the_host(
     engine, private, _ = parts["cpu"]
     engine.set_groups(torch.arange(4) % 3)
     private(inputs).square().mean().backward()  # finds the samples' axis, which needs values
-    layout = private.keeper.calls.layouts
+    layout = private.grad_state.calls.layouts
     engine, private, optimizer = parts["meta"]
-    private.keeper.calls.layouts = layout
+    private.grad_state.calls.layouts = layout
     inputs, groups = inputs.to("meta"), torch.empty(4, dtype=torch.int64, device="meta")
     with monkeypatch.context() as patch:
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())

@@ -145,7 +145,7 @@ def test_every_preset_by_its_name(name: str) -> None:
     assert resolve(name, needs) == expected
     thresholds: Any = [1.0] * 4 if name == "per_layer" else 1.0
     _, _, _, model, _, _ = start(clipping=name, max_grad_norm=thresholds, **needs)
-    assert model.keeper.clipping.strategy == expected
+    assert model.grad_state.clipping.strategy == expected
     if needs:
         (missing,) = needs
         with pytest.raises(

@@ -111,7 +111,7 @@ def test_the_next_batch_says_nothing_of_the_last_step() -> None:
         row_loss(model(x)).mean().backward()
         optimizer.step()
     found, sensitivity = noise_to_signal(optimizer), float(optimizer.sensitivity)
-    optimizer.keeper.zero_grad()  # gradients stay
+    optimizer.grad_state.zero_grad()  # gradients stay
     row_loss(model(x)).mean().backward()
     assert float(optimizer.sensitivity) != sensitivity
     assert noise_to_signal(optimizer) == found

@@ -8,8 +8,15 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip._moved import COMMANDS, MOVED, NAMES, spec_of
+from fastclip import FastPrivacyEngine
+from fastclip._moved import COMMANDS, MOVED, NAMES, RENAMED, new_keywords, spec_of
+from fastclip.errors import ArgumentTypeError
+from fastclip.integrations.huggingface import PrivacyArguments
+from fastclip.ops import planner
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fastclip"
 PUBLIC = {
@@ -53,9 +60,47 @@ def test_other_paths_are_not_ours() -> None:
         import_module("fastclip.nothing")
 
 
-@pytest.mark.parametrize(("old", "name"), NAMES.items())
-def test_old_names(old: str, name: str) -> None:
-    assert old != name
+@pytest.mark.parametrize(("old", "new"), NAMES.items())
+def test_an_old_name_of_an_old_path(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "fastclip.planner", raising=False)
+    with pytest.warns(DeprecationWarning, match=r"import fastclip\.ops\.planner"):
+        module = import_module("fastclip.planner")
+    assert getattr(module, old) is getattr(planner, new)
+
+
+@pytest.mark.parametrize(("place", "new"), RENAMED.items())
+def test_an_old_name(place: tuple[str, str], new: str) -> None:
+    module = import_module(place[0])
+    with pytest.warns(DeprecationWarning, match=f"use {new}"):
+        assert getattr(module, place[1]) is getattr(module, new)
+    with pytest.raises(AttributeError, match="nothing"):
+        module.nothing  # noqa: B018
+
+
+def test_an_old_keyword() -> None:
+    """By all calls that take it, to the same design."""
+    rows = TensorDataset(torch.randn(16, 2), torch.zeros(16, dtype=torch.int64))
+    loader, ids = DataLoader(rows, batch_size=4), torch.arange(16) // 4
+    engine, model = FastPrivacyEngine(), nn.Linear(2, 2)
+    with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
+        planned = engine.plan_sampling(loader, unit_ids=ids, max_rows_per_unit=2)
+    assert planned.max_samples_per_unit == 2
+    with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
+        engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=1.0, unit_ids=ids, max_rows_per_unit=2,
+        )  # fmt: skip
+    assert engine.sampling.max_samples_per_unit == 2
+    with pytest.warns(DeprecationWarning, match="use sample_epsilon"):
+        assert engine.row_epsilon(1e-3, 0.25) == engine.sample_epsilon(1e-3, 0.25)
+    with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
+        told = PrivacyArguments(1.0, 1e-3, 1.0, unit_ids=ids, max_rows_per_unit=3)
+    assert told.sampling(rows)["max_samples_per_unit"] == 3
+
+
+def test_by_both_names() -> None:
+    with pytest.raises(ArgumentTypeError, match="Omit max_rows_per_unit"):
+        new_keywords({"max_rows_per_unit": 1, "max_samples_per_unit": 1})
 
 
 @pytest.mark.parametrize("old", COMMANDS)

@@ -75,14 +75,14 @@ def test_a_step_looks_at_no_value(
     engine, private, optimizer, _ = make_private(
         model, clipping=STRATEGIES[strategy], noise_multiplier=1.0
     )
-    private.keeper.calls.layouts = here.keeper.calls.layouts
+    private.grad_state.calls.layouts = here.grad_state.calls.layouts
     for _ in range(3):
         optimizer.zero_grad()
         engine.set_groups(torch.empty(4, dtype=torch.int64, device="meta"))
         if units is not None:
             owner = torch.tensor([0, 1, 0, 1 if strategy == "groups" else 2]).to(units)
             count = 2 if strategy == "groups" else 3
-            optimizer.keeper.batch.next_units = UnitRows(owner, count, 2)
+            optimizer.grad_state.batch.next_units = UnitRows(owner, count, 2)
         private(inputs().to("meta")).square().mean().backward()
         optimizer.step()
     assert all(p.grad is not None and p.grad.device.type == "meta" for p in model.parameters())

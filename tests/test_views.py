@@ -406,11 +406,11 @@ def test_counts_norms_and_groups_are_of_samples() -> None:
     _, _, private, optimizer, loader = start(3, clipping=strategy, noise_multiplier=1e-3)
     _, x, y = next(iter(loader))
     F.cross_entropy(private(noisy(x, 3)), y.repeat_interleave(3)).backward()
-    norms = optimizer.keeper.per_sample_norms
+    norms = optimizer.grad_state.per_sample_norms
     assert norms.shape == (len(x),)
     optimizer.step()
     beyond = float((norms > C).sum())
-    noisy_count = float(optimizer.keeper.clipping.noisy_counts.flatten()[0])
+    noisy_count = float(optimizer.grad_state.clipping.noisy_counts.flatten()[0])
     assert min(abs(noisy_count - n) for n in (beyond, len(x) - beyond)) < 0.5
 
 
@@ -424,7 +424,7 @@ def test_groups_of_samples(each: bool) -> None:
     engine.set_groups(ids.repeat_interleave(2) if each else ids)
     F.cross_entropy(private(noisy(x, 2)), y.repeat_interleave(2)).backward()
     optimizer.step()
-    assert optimizer.keeper.clipping.noisy_counts.shape[-1] >= 2
+    assert optimizer.grad_state.clipping.noisy_counts.shape[-1] >= 2
 
 
 def test_per_layer_thresholds() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastclip.accounting import checkpoint
 from fastclip.backward.logical_batch import State
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.engine.optimizer import FastDPOptimizer
 
 
@@ -32,13 +32,13 @@ def ledger_after_the_step() -> None:
 
 def sums_are_kept() -> None:
     """What a backward pass has summed before it failed stays for the next one."""
-    clear = BookKeeper._clear
+    clear = GradientState._clear
 
     def forgetful(self: Any) -> None:
         if self.batch._state is not State.EMPTY:
             clear(self)
 
-    BookKeeper._clear = forgetful  # type: ignore[method-assign]
+    GradientState._clear = forgetful  # type: ignore[method-assign]
 
 
 def no_checksum() -> None:

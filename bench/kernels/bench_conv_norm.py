@@ -17,7 +17,7 @@ from bench.kernels.case import Case, Make, normal
 from bench.kernels.shapes import CONVOLUTIONS
 from fastclip import ops
 from fastclip.ops import ConvGeometry
-from fastclip.ops.planner import Choice
+from fastclip.ops.planner import NormMethod
 from fastclip.rules import Record
 from fastclip.rules.conv import conv_record
 
@@ -45,9 +45,9 @@ class Planned:
     """The choice of a planner, made beforehand."""
 
     def __init__(self, method: str) -> None:
-        self.last_input, self._choice = ops.LastInput(), Choice(method, 0.0, 0)
+        self.last_input, self._choice = ops.LastInput(), NormMethod(method, 0.0, 0)
 
-    def plan_linear(self, *_: Any) -> Choice:
+    def plan_linear(self, *_: Any) -> NormMethod:
         return self._choice
 
     plan_conv = plan_linear

@@ -124,7 +124,7 @@ def price(
     """
     trainer = Trainer(experiment, _run(options, seed=0, lr=1.0, lower=1.0), data)
     assert trainer.engine is not None
-    schedule = trainer.optimizer.keeper.clipping.strategy.noise
+    schedule = trainer.optimizer.grad_state.clipping.strategy.noise
     rate = 1 / len(trainer.loader)
     sigma = float(trainer.optimizer.noise_multiplier)
     records = [(sigma * factor, rate, steps) for factor, steps in schedule.runs(trainer.steps)]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.worst_case.genome import Choice, Count, Gene, Genome, Space
+from bench.worst_case.genome import Count, Gene, Genome, NormMethod, Space
 from bench.worst_case.operands import in_batch, pair, pair_genes
 from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_record
 from fastclip import ops
-from fastclip.ops.planner import Choice as Plan
+from fastclip.ops.planner import NormMethod as Plan
 from fastclip.ops.planner import Planner
 from fastclip.ops.units import UnitRows
 from fastclip.rules import LinearRecord, LookupRecord, Record, joint_record
@@ -24,9 +24,9 @@ from fastclip.rules.contribution import FoldedRecord
 from fastclip.rules.linear import linear_record
 from fastclip.rules.records import ViewedRecord, kept_record
 from fastclip.rules.reuse import RegionsRecord, geometry_of
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 
-BATCH_GENES: Space = {"batch": Choice((1, 1, 1, 2, 3)), "place": Choice((0, 1, 2))}
+BATCH_GENES: Space = {"batch": NormMethod((1, 1, 1, 2, 3)), "place": NormMethod((0, 1, 2))}
 NOTHING_KEPT = Planner(memory_factor=0.0)
 _MOST = 2**15
 """Numbers of an operand, from which on its rows are no longer than 16."""
@@ -122,7 +122,7 @@ def _einsum(a: Tensor, g: Tensor) -> Record:
 def _folded(a: Tensor, g: Tensor) -> Record:
     """Halves of a sample as rows of their own."""
     rows = (x.unflatten(1, (2, -1)).flatten(0, 1) for x in (a, g))
-    return FoldedRecord(LinearRecord(*rows), Place(0, 1, 2), len(a))
+    return FoldedRecord(LinearRecord(*rows), BatchAxis(0, 1, 2), len(a))
 
 
 def _units(ghost: bool, split: bool = False) -> Make:

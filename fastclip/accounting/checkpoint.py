@@ -237,21 +237,21 @@ class RunState(Stateful):
     """
 
     def __init__(self, ledger: Any, module: nn.Module, optimizer: Any) -> None:
-        if not hasattr(optimizer, "keeper"):
+        if not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "optimizer expects what make_private returned in the fast mode, got "
                 f"{type(optimizer).__name__}"
             )
         model: Any = module._module if isinstance(module, AbstractGradSampleModule) else module
         self._model, self._inner = bare(uncompiled(model)), optimizer.original_optimizer
-        self._ledger, self._keeper = ledger, optimizer.keeper
+        self._ledger, self._grad_state = ledger, optimizer.grad_state
 
     def state_dict(self) -> dict[str, Any]:
         let_go(self._model)
         run = io.BytesIO()
         torch.save(
             {
-                "ledger": self._ledger.state_dict(), "clipping": self._keeper.clipping.state_dict(),
+                "ledger": self._ledger.state_dict(), "clipping": self._grad_state.clipping.state_dict(),
                 KEY: stamp(),
             },
             run,
@@ -279,4 +279,4 @@ class RunState(Stateful):
         self._ledger.load_state_dict(run["ledger"])
         set_model_state_dict(self._model, state_dict[_MODEL])
         set_optimizer_state_dict(self._model, self._inner, state_dict[_OPTIMIZER])
-        self._keeper.clipping.load_state_dict(run["clipping"], self._keeper.batch.fresh)
+        self._grad_state.clipping.load_state_dict(run["clipping"], self._grad_state.batch.fresh)

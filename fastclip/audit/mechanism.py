@@ -290,10 +290,10 @@ def attack(
         clipping=setting.clipping, **options,
     )  # fmt: skip
     for _ in range(setting.steps):
-        before, levels = optimizer.keeper.clipping.next, optimizer.noise_levels
+        before, levels = optimizer.grad_state.clipping.next, optimizer.noise_levels
         drawn = one_step(setting, made, private, optimizer, loader, seen.loud * inside)
         seen.step(
-            optimizer.keeper.clipping.current, before, levels.gradients,
+            optimizer.grad_state.clipping.current, before, levels.gradients,
             drawn, optimizer.expected_batch_size, optimizer.noisy_counts,
         )  # fmt: skip
     history = [(sigma, rate, steps) for sigma, rate, steps in made.accountant.history]

@@ -27,7 +27,7 @@ from fastclip.clipping import adaptive
 from fastclip.data import design as recorded
 from fastclip.data import plan
 from fastclip.data.loader import PoissonSampler
-from fastclip.data.plan import Plan
+from fastclip.data.plan import SamplingPlan
 from fastclip.engine import optimizer as optimizers
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
@@ -100,13 +100,13 @@ def rates(factor: float) -> Callable[[], Any]:
     """Rows are drawn at another rate than is accounted."""
 
     def made(sampler: Any) -> Any:
-        def broken(self: Plan, generator: Any) -> Any:
+        def broken(self: SamplingPlan, generator: Any) -> Any:
             design = replace(self.design, rate=min(1.0, self.design.rate * factor))
             return sampler(replace(self, design=design), generator)
 
         return broken
 
-    return lambda: replaced(Plan, "sampler", made)
+    return lambda: replaced(SamplingPlan, "sampler", made)
 
 
 def draws(change: Callable[[PoissonSampler, Any], Tensor]) -> Callable[[], Any]:
@@ -164,17 +164,17 @@ def released(
 
     def release(original: Any) -> Any:
         def broken(
-            keeper: Any, parameters: Sequence[Any], batches: int, divisor: float, *rest: Any
+            grad_state: Any, parameters: Sequence[Any], batches: int, divisor: float, *rest: Any
         ) -> Any:
-            if not keeper.clipping.step:  # another run begins
+            if not grad_state.clipping.step:  # another run begins
                 kept.clear()
-            held = [keeper.sums.take(p) for p in parameters]
+            held = [grad_state.sums.take(p) for p in parameters]
             clean = [
                 torch.zeros_like(p) if total is None else total.detach() / divisor
                 for p, total in zip(parameters, held, strict=True)
             ]
-            found = original(keeper, parameters, batches, divisor, *rest)
-            number, passes = keeper.clipping.step, counted["passes"]
+            found = original(grad_state, parameters, batches, divisor, *rest)
+            number, passes = grad_state.clipping.step, counted["passes"]
             step = Release(number, divisor, passes, counted["rows"], kept)
             counted.update(passes=0, rows=0)
             return change(clean, [f - c for f, c in zip(found, clean, strict=True)], step)
@@ -217,21 +217,21 @@ def as_many_steps_as_rows() -> AbstractContextManager[None]:
     """Of a pass."""
 
     def made(sampler: Any) -> Any:
-        def broken(self: Plan, generator: Any) -> Any:
+        def broken(self: SamplingPlan, generator: Any) -> Any:
             found = sampler(self, generator)
             found.steps = found.num_samples
             return found
 
         return broken
 
-    return replaced(Plan, "sampler", made)
+    return replaced(SamplingPlan, "sampler", made)
 
 
 def size_of_data() -> AbstractContextManager[None]:
     """B = int(N q), whatever was asked for."""
 
     def made(planned: Any) -> Any:
-        def broken(*args: Any, **kwargs: Any) -> Plan:
+        def broken(*args: Any, **kwargs: Any) -> SamplingPlan:
             found = planned(*args, **kwargs)
             size = float(max(1, int(found.design.units * found.design.rate)))
             return replace(found, design=replace(found.design, expected_batch_size=size))

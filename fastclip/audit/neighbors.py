@@ -150,7 +150,7 @@ def one_run(setting: Neighbours, inside: bool, made: Any) -> dict[str, float]:
             before = model.weight.detach().clone()
             step = len(moved)
             released[f"threshold after step {step}"] = float(
-                optimizer.keeper.clipping.next.threshold
+                optimizer.grad_state.clipping.next.threshold
             )
             if optimizer.noisy_counts is not None:
                 released[f"count of step {step}"] = float(optimizer.noisy_counts.sum())

@@ -333,7 +333,7 @@ class Watch(Seen):
         self, model: nn.Module, optimizer: Any, losses: Losses, batches: Callable[[], Batches],
         count: int, coins: str | None,
     ) -> None:  # fmt: skip
-        if not hasattr(optimizer, "keeper"):
+        if not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "watch expects the optimizer that make_private returned in the fast mode, got "
                 f"{type(optimizer).__name__}"
@@ -612,7 +612,7 @@ class OwnRun:
         inside = self._inside.numpy()
         neighbours = neighbours_of(engine, self._watch, self._coins)
         self._scored.check(
-            given, [run.keeper.names for run in engine._runs if run.keeper is not None]
+            given, [run.grad_state.names for run in engine._runs if run.grad_state is not None]
         )
         looked_at = self._announced.check(given, delta, significance, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)

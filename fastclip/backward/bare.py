@@ -218,7 +218,7 @@ class BareLayers:
             self.slots.take()
             self.tapped.taken()
 
-    def settle(self, keeper: Any) -> None:
+    def settle(self, grad_state: Any) -> None:
         """The pass has ended: make records of what nodes have listed, and let go of it.
 
         Raises:
@@ -236,14 +236,14 @@ class BareLayers:
         self.listed = 0 if found is None else len(found[0])
         if found is None or not (self.listed or self.taken):
             return
-        self.check_hooks(keeper.check_hooks)
+        self.check_hooks(grad_state.check_hooks)
         if not self.are_as_they_were():
             raise GraphError(
                 "a layer's methods were replaced between the model's forward pass and the end of the "
                 "backward pass. Replace them before the forward pass, and call make_private again"
             )
         if self.listed:
-            self.settles(keeper, found)
+            self.settles(grad_state, found)
 
 
 def _refuse(address: int, number: int) -> None:

@@ -108,30 +108,30 @@ class LeakGuard:
     def __reduce__(self) -> Any:
         return LeakGuard, ()
 
-    def arm(self, names: Mapping[nn.Parameter, str], keeper: Any) -> None:
+    def arm(self, names: Mapping[nn.Parameter, str], grad_state: Any) -> None:
         """Guard these parameters; does nothing if armed.
 
         Args:
-            keeper: tells which gradients hold no data.
+            grad_state: tells which gradients hold no data.
         """
         if not self._handles:
             self._handles = [
-                p.register_hook(partial(_met, name, ref(p), ref(keeper)))
+                p.register_hook(partial(_met, name, ref(p), ref(grad_state)))
                 for p, name in names.items()
                 if p.requires_grad
             ]
 
-    def arm_others(self, others: Mapping[nn.Parameter, str], keeper: Any) -> None:
+    def arm_others(self, others: Mapping[nn.Parameter, str], grad_state: Any) -> None:
         """Guard what the private optimizer does not have, as far as it has become trainable.
 
         Args:
-            others: their names. keeper: tells whether a private backward pass runs; in another they may
-                train.
+            others: their names. grad_state: tells whether a private backward pass runs; in another
+                they may train.
         """
         for p, name in others.items():
             if p.requires_grad and p not in self._others:
                 self._others.add(p)
-                self._handles.append(p.register_hook(partial(_refuse_other, name, ref(keeper))))
+                self._handles.append(p.register_hook(partial(_refuse_other, name, ref(grad_state))))
 
     def disarm(self) -> None:
         """Remove the hooks."""
@@ -142,9 +142,9 @@ class LeakGuard:
 
 
 def _met(
-    name: str, parameter: ref[nn.Parameter], keeper: ref[Any], gradient: Tensor | None
+    name: str, parameter: ref[nn.Parameter], grad_state: ref[Any], gradient: Tensor | None
 ) -> None:
-    owner, p = keeper(), parameter()
+    owner, p = grad_state(), parameter()
     if gradient is None:
         return
     if owner is None or p is None or not owner.is_penalty(p, gradient):
@@ -155,17 +155,17 @@ def _met(
             "@fastclip.rules.register_rule, or freeze the parameter; a penalty without data must be in "
             f"the loss from the first step on, in one form; {VALUES_IN_LOSSES}"
         )
-    owner.penalties.take(p, keeper)
+    owner.penalties.take(p, grad_state)
 
 
-def arm(keeper: Any) -> None:
+def arm(grad_state: Any) -> None:
     """Guard every parameter of a model that is trainable, whoever trains it."""
-    keeper.guard.arm(keeper.names, keeper)
-    keeper.guard.arm_others(keeper.others, keeper)
+    grad_state.guard.arm(grad_state.names, grad_state)
+    grad_state.guard.arm_others(grad_state.others, grad_state)
 
 
-def _refuse_other(name: str, keeper: ref[Any], gradient: Tensor | None) -> None:
-    owner = keeper()
+def _refuse_other(name: str, grad_state: ref[Any], gradient: Tensor | None) -> None:
+    owner = grad_state()
     if gradient is not None and owner is not None and owner.running:
         raise ParameterLeakError(
             f"parameter {name!r} is trainable, but not in the private optimizer, so its gradient would "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fastclip.backward.python_nodes import uncast
-from fastclip.backward.state import Handle
+from fastclip.backward.state import LayerHook
 from fastclip.backward.traced_step import Seen
 from fastclip.core.autograd import differentiable_once, private_function, save, saved, taking_part
 from fastclip.errors import GraphError, where
@@ -18,7 +18,7 @@ from fastclip.ops.units import UnitRows
 from fastclip.rules import Record
 from fastclip.rules.contribution import Contribution, FoldedRecord, LastCast
 from fastclip.rules.protocol import check_customised
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 from fastclip.samples.calls import Forward
 
 
@@ -26,13 +26,13 @@ class Call:
     """What a layer's call leaves for its backward, apart from tensors that autograd watches."""
 
     def __init__(
-        self, handle: Handle, module: nn.Module, forward: Forward, place: Place, extra: Any,
+        self, handle: LayerHook, module: nn.Module, forward: Forward, place: BatchAxis, extra: Any,
         parameters: dict[str, nn.Parameter],
     ) -> None:  # fmt: skip
         self.handle, self.module, self.forward = handle, module, forward
         self.place, self.extra, self.parameters = place, extra, parameters
         self.row_order = forward.row_order
-        self.paused = handle.keeper.paused
+        self.paused = handle.grad_state.paused
         self.seen: Seen | None = None
         """What the trace knows of the output."""
 
@@ -77,7 +77,7 @@ class PrivateLayer(Function):
         ctx.call = call
         ctx.dtype = x.dtype
         if not call.paused:
-            call.seen = call.handle.keeper.trace.seen(out, x)
+            call.seen = call.handle.grad_state.trace.seen(out, x)
         return out
 
     @staticmethod
@@ -87,9 +87,12 @@ class PrivateLayer(Function):
         nothing = (None,) * (2 + len(call.parameters))
         if g is None:
             return nothing
-        keeper, operands = call.handle.keeper, saved(ctx)  # which may run a checkpoint again
-        trace = keeper.trace
-        if keeper.paused or not trace.observing:
+        grad_state, operands = (
+            call.handle.grad_state,
+            saved(ctx),
+        )  # which may run a checkpoint again
+        trace = grad_state.trace
+        if grad_state.paused or not trace.observing:
             return (None, PrivateLayer._input_gradient(ctx, call, operands, g), *nothing[2:])
         trace.arrived(call.handle.path, call.seen, g, call.samples_of)
         with trace.aside():
@@ -125,12 +128,12 @@ def _kinds(saved: Any) -> str:
 
 def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
     """The parameters whose contribution this backward pass wants, by name."""
-    keeper, parameters = call.handle.keeper, call.parameters
-    if call.paused or keeper.paused:
+    grad_state, parameters = call.handle.grad_state, call.parameters
+    if call.paused or grad_state.paused:
         return {}
-    wanted = taking_part(ctx, parameters.values(), keeper.names)
+    wanted = taking_part(ctx, parameters.values(), grad_state.names)
     found = dict(compress(parameters.items(), wanted))
-    keeper.check_hooks(found.values())
+    grad_state.check_hooks(found.values())
     return found
 
 
@@ -148,12 +151,18 @@ class LayerBackward(Contribution):
         wanted: dict[str, nn.Parameter],
     ) -> None:  # fmt: skip
         handle = call.handle
-        keeper, rule = handle.keeper, handle.rule
+        grad_state, rule = handle.grad_state, handle.rule
         assert rule is not None
         super().__init__(
-            handle.path, rule.name, g, wanted, keeper.planner, keeper.plan_log, keeper.last_input
+            handle.path,
+            rule.name,
+            g,
+            wanted,
+            grad_state.planner,
+            grad_state.plan_log,
+            grad_state.last_input,
         )
-        self._call, self._keeper, self._wanted = call, keeper, wanted
+        self._call, self._grad_state, self._wanted = call, grad_state, wanted
         self.saved: tuple[Any, ...] = saved
         self.needs_input_grad = needs_input_grad
         self.module: Any = call.module
@@ -187,7 +196,7 @@ class LayerBackward(Contribution):
         """Check that this contribution may enter the running pass."""
         order, forward = self._call.row_order, self._call.forward
         rows = self._batch(self.g) if order is None else (forward.batch_size or len(order))
-        self._keeper.admit(self.path, forward, rows)
+        self._grad_state.admit(self.path, forward, rows)
 
     def _batch(self, x: Tensor) -> int:
         place, batch = self._call.place, self._call.forward.batch_size
@@ -210,13 +219,13 @@ class LayerBackward(Contribution):
         assert rule is not None
         if not place.plain and rule.axis(self.module) is not None:
             record = FoldedRecord(record, place, self._batch(self.g))
-        self._keeper.record(self._wanted[name], record)
+        self._grad_state.record(self._wanted[name], record)
 
     def _units(self) -> UnitRows | None:
-        return self._keeper.units
+        return self._grad_state.units
 
     def _named(self) -> str:
         return f"the rule {self._rule} of {where(self.path, self.module)}"
 
     def _may_keep(self, name: str) -> bool:
-        return not self._keeper.shared(self._wanted[name])
+        return not self._grad_state.shared(self._wanted[name])

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastclip.accounting.steps import Spent
 from fastclip.core.system import this_process
-from fastclip.data.draws import Draws
+from fastclip.data.draws import SampledBatches
 from fastclip.data.iteration import FORKED, PhysicalBatch
 from fastclip.errors import BatchSizeError, StepError
 from fastclip.ops.units import UnitRows
@@ -141,7 +141,7 @@ class LogicalBatch:
         """A change of them has begun and not ended."""
         self.flags: list[bool] = []
         """Of steps to come, as the training loop signals them: True only accumulates."""
-        self.draws: Draws | None = None
+        self.draws: SampledBatches | None = None
         """Of the data loader; None where there is none."""
         self.account: Any = None
         """Of the steps that are taken on these sums; its `ledger` records them."""
@@ -375,7 +375,7 @@ class LogicalBatch:
         """A real step has ended."""
         self.last_was_real, self.real_steps = True, self.real_steps + 1
 
-    def _check_process(self, draws: Draws) -> None:
+    def _check_process(self, draws: SampledBatches) -> None:
         """Refuse to release a draw that a fork of this process, or the one it came from, has too."""
         last = draws.last
         if draws.independent and last is not None and last.draw.process != this_process():

@@ -158,13 +158,13 @@ class LossGuard:
 # The scale of a loss, and how the backward pass that it starts gets to know it.
 #
 # A scaled loss multiplies the gradient by its scale where the backward pass enters it, before it
-# reaches the model, and notes the scale under the id of the running pass. The book-keeper asks for
+# reaches the model, and notes the scale under the id of the running pass. The gradient state asks for
 # it
 # there: nothing has to be told twice, and a pass of an unscaled loss has scale 1. Notes are kept
 # by pass,
 # not by thread: the passes of CUDA devices run on threads of their own.
 #
-# One pass has one scale. A note that comes after the book-keeper has asked, a part of the loss
+# One pass has one scale. A note that comes after the gradient state has asked, a part of the loss
 # that
 # reaches the model past the scaled ones, and a loss that is scaled within a scaled one are
 # refused.

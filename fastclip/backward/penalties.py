@@ -81,7 +81,7 @@ class Penalties:
         """Autograd is about to add such a gradient to `parameter.grad`, which gets another place.
 
         Args:
-            trains: the model's book-keeper.
+            trains: the model's gradient state.
         """
         task = current_task()
         if self._task != task:
@@ -92,9 +92,9 @@ class Penalties:
         parameter.grad = None
 
     def _end(self, trains: ref[Any], task: int) -> None:
-        """The end of a pass that has not trained the model; of others the book-keeper tells."""
-        keeper = trains()
-        if self._task == task and not (keeper is not None and keeper.running):
+        """The end of a pass that has not trained the model; of others the gradient state tells."""
+        grad_state = trains()
+        if self._task == task and not (grad_state is not None and grad_state.running):
             self.finish(trained=False)
 
     def finish(self, *, trained: bool = True) -> None:

@@ -3,7 +3,7 @@
 The pass is opened where the gradient enters the model (a hook on the root's output), so that its
 end-of-backward callback belongs to the outermost graph task: a nested backward of reentrant
 checkpointing must not close it on partial norms. Leftovers of a failed pass are dropped by the
-next one. All state of the engine that is not the optimizer's lives in one BookKeeper.
+next one. All state of the engine that is not the optimizer's lives in one GradientState.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fastclip.samples.calls import Calls, Forward, RowOrders
 from fastclip.samples.layout import BatchLayout
 
 
-class BookKeeper:
+class GradientState:
     """Everything that one private model remembers.
 
     Args:
@@ -387,7 +387,7 @@ class BookKeeper:
         show(self.names, None)
 
     def retire(self) -> None:
-        """The model is not this book-keeper's any more."""
+        """The model is not this gradient state's any more."""
         if not self.batch.retired:
             self.guard.disarm()
             self.batch.retire()
@@ -417,16 +417,16 @@ class BookKeeper:
 # What the backward pass needs to know of an intercepted layer.
 
 
-class Handle(Protocol):
+class LayerHook(Protocol):
     """An intercepted layer as its private function sees it; fastclip.engine.interception makes them.
 
     Attributes:
-        path: of the layer in the model. keeper: its book-keeper. rule: its rule, if it has one.
+        path: of the layer in the model. grad_state: its gradient state. rule: its rule, if it has one.
         bypass: run the module as it was (while a rule calls it from inside).
     """
 
     path: str
-    keeper: BookKeeper
+    grad_state: GradientState
     rule: LayerRule | None
     bypass: bool
 
@@ -530,14 +530,14 @@ class ShardedSums(ClippedSums):
         return bool(self._held or self._parts)
 
 
-def follow_shards(keeper: BookKeeper) -> None:
-    """The book-keeper of a model that has just been intercepted knows where its parameters are."""
-    ranks, names = keeper.clipping.ranks, keeper.names
+def follow_shards(grad_state: GradientState) -> None:
+    """The gradient state of a model that has just been intercepted knows where its parameters are."""
+    ranks, names = grad_state.clipping.ranks, grad_state.names
     if ranks is not None and ranks.shards is not None:
-        keeper.sums = sums = ShardedSums(ranks.shards, names)
-        keeper.calls.shards = ranks.shards
+        grad_state.sums = sums = ShardedSums(ranks.shards, names)
+        grad_state.calls.shards = ranks.shards
         guards.check_hooks(sums.names, sums.names)
-        keeper.guard.arm({**names, **sums.names}, keeper)
+        grad_state.guard.arm({**names, **sums.names}, grad_state)
 
 
 def _owns(bucket: Bucket) -> list[Any]:

@@ -31,7 +31,7 @@ from fastclip.core.torch_names import (
     number_of,
     transformed,
 )
-from fastclip.data.draws import Draws
+from fastclip.data.draws import SampledBatches
 from fastclip.errors import GraphError
 from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.seeding import (
@@ -172,7 +172,7 @@ class StepTrace:
         """What it holds now is constant."""
         self._constants = [weakref.ref(x) for x in _tensors_in(model)]
 
-    def listen(self, draws: Draws, views: int = 1) -> None:
+    def listen(self, draws: SampledBatches, views: int = 1) -> None:
         """Hear of the batches that loaders hand out, in so many views, while steps are to be traced."""
         self._memory.views = views
         if not self.left:
@@ -625,8 +625,10 @@ class StepTrace:
         call = getattr(node, "call", None)
         if call is None:
             return self.owns(node)
-        keeper = call.handle.keeper if hasattr(call, "handle") else call.interceptor.keeper
-        return keeper.trace is self and not (call.paused or keeper.paused)
+        grad_state = (
+            call.handle.grad_state if hasattr(call, "handle") else call.interceptor.grad_state
+        )
+        return grad_state.trace is self and not (call.paused or grad_state.paused)
 
     def guarded(self, norm_sq: Tensor, batch_size: int) -> Tensor:
         """Squared norms; an error, or NaN, if what was found of the loss does not hold in this step."""

@@ -344,7 +344,7 @@ _BYTES = 2**28
 """Of a tensor or an array whose rows are looked for; of larger ones only some entries of each row."""
 
 
-class SameRows:
+class SameSamples:
     """What a data set was when `make_private` was called.
 
     No Snapshot, for entries may change: it is asked where they are now. Formal guarantee: none: a few

@@ -17,7 +17,7 @@ from fastclip.accounting.ledger import Ledger
 from fastclip.accounting.steps import Entry, Protected, Rate, TruncatedPoisson, runs
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.core.checks import between
-from fastclip.data.draws import Draws
+from fastclip.data.draws import SampledBatches
 from fastclip.data.samplers import Canaries
 from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
@@ -79,7 +79,7 @@ class SamplingDesign:
     """Most units of a truncated draw."""
     unit: str = "row"
     """What is drawn, clipped and protected as one: "row", or "unit" of several rows."""
-    max_rows_per_unit: int | None = None
+    max_samples_per_unit: int | None = None
     """Rows of a unit that one draw takes at most, chosen anew each time."""
     unit_reduction: str | None = None
     """A unit's gradient is the "mean" or the "sum" of its rows' gradients."""
@@ -235,7 +235,7 @@ class Releases:
     """
 
     def __init__(
-        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], Ledger],
+        self, design: SamplingDesign, draws: SampledBatches, accountant: Callable[[], Ledger],
         ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         self.design, self._draws, self._accountant = design, draws, accountant

@@ -30,10 +30,10 @@ from fastclip.data.iteration import (
     UNCLEAR_UNITS,
     UNDRAWN,
     UNKNOWN_CUT,
-    Draw,
     Filling,
     Iteration,
     PhysicalBatch,
+    SampledBatch,
     leaves_empty,
     place_of,
     reading,
@@ -276,7 +276,7 @@ _MOST = 2**16
 """Batches that may wait."""
 
 
-class Draws:
+class SampledBatches:
     """The draws of one data loader that one private model is trained on.
 
     Args:
@@ -312,14 +312,14 @@ class Draws:
         self.filling: Filling | None = None
         """What makes all ranks hand out equally many physical batches, where they must."""
         self.at_once = False
-        """The data set is asked for all samples of a draw at once (`Draw.at_once`)."""
+        """The data set is asked for all samples of a draw at once (`SampledBatch.at_once`)."""
         self.stream = False
         """The rows come of a stream, so that a draw says only how many there are at most."""
 
     def __reduce__(self) -> Any:
         """A copy hears of no draws: loaders tell the original."""
         kind = {"independent": self.independent, "required": self.required}
-        return partial(Draws, placeholders=self.placeholders, **kind), ()
+        return partial(SampledBatches, placeholders=self.placeholders, **kind), ()
 
     # The data loader's side
 
@@ -344,7 +344,7 @@ class Draws:
         if last is not None and last.draw.iteration is iteration and last.place == place:
             self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
         self._largest = max(self._largest, size)
-        draw = Draw(size, iteration, units, released_by=released_by, at_once=at_once)
+        draw = SampledBatch(size, iteration, units, released_by=released_by, at_once=at_once)
         self._add(PhysicalBatch(draw, place))
 
     def exhausted(self, iteration: Iteration) -> None:
@@ -507,7 +507,7 @@ class Draws:
         return real
 
     def check_release(self) -> None:
-        """Refuse to release what one draw may not; see `Draw.check_release`."""
+        """Refuse to release what one draw may not; see `SampledBatch.check_release`."""
         for batch in self._used:
             batch.draw.check_release(self, self.independent)
 
@@ -594,7 +594,7 @@ class Draws:
             raise self._used[-1].too_many(rows)
         if self.independent:
             raise StepError(UNDRAWN)
-        batch = PhysicalBatch(Draw(self._largest, Iteration(stream=self.stream)), 0)
+        batch = PhysicalBatch(SampledBatch(self._largest, Iteration(stream=self.stream)), 0)
         if not batch.fits(rows):
             raise batch.too_many(rows)
         return batch

@@ -107,7 +107,7 @@ UNCLEAR_UNITS = (
 UNKNOWN_CUT = (
     "a sampler around the data loader's has split a draw of units, and it is not known where, so that "
     "rows of one unit may be in two parts: split by Opacus' BatchMemoryManager, "
-    "or bound the draw by max_batch_size and max_rows_per_unit"
+    "or bound the draw by max_batch_size and max_samples_per_unit"
 )
 SHARDED = (
     "the data loader that make_private returned draws this rank's share of the rows, and Accelerate's "
@@ -202,7 +202,7 @@ class Iteration:
 
 
 @dataclass(eq=False)
-class Draw:
+class SampledBatch:
     """What the batch sampler drew at once: the rows of one logical batch."""
 
     size: int
@@ -252,7 +252,7 @@ class Draw:
 class PhysicalBatch:
     """What the DataLoader hands out at once: a draw, or a part of one."""
 
-    draw: Draw
+    draw: SampledBatch
     place: int
     skip: bool | None = None
     """Whether its step only accumulates, where a splitting sampler says so."""

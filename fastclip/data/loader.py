@@ -30,8 +30,8 @@ from torch.utils.data import (
 from fastclip.core.compiler import disable_dynamo
 from fastclip.core.snapshot import Facts, Snapshot, fact, which
 from fastclip.core.torch_names import sampler_calls
-from fastclip.data.dataset import Distinct, SameRows
-from fastclip.data.draws import Draws
+from fastclip.data.dataset import Distinct, SameSamples
+from fastclip.data.draws import SampledBatches
 from fastclip.data.iteration import (
     REORDERED,
     Iteration,
@@ -98,7 +98,10 @@ def _held(of: Any, names: Iterable[str]) -> Facts:
 
 
 def watch_draws(
-    loader: DataLoader, draws: Draws, distinct: Distinct | None = None, same: SameRows | None = None
+    loader: DataLoader,
+    draws: SampledBatches,
+    distinct: Distinct | None = None,
+    same: SameSamples | None = None,
 ) -> None:
     """Tell `draws` of what the batch sampler of `loader` draws.
 
@@ -117,7 +120,9 @@ def watch_draws(
         object.__setattr__(loader, "batch_sampler", sampler)
 
 
-def _watch(sampler: Any, draws: Draws, distinct: Distinct | None, same: SameRows | None) -> None:
+def _watch(
+    sampler: Any, draws: SampledBatches, distinct: Distinct | None, same: SameSamples | None
+) -> None:
     kind: Any = type(sampler)
     plain = unwatched(sampler)
 
@@ -139,7 +144,7 @@ class _Watched:
     """Iterator over a sampler that tells of each draw, and of being asked when there is none left."""
 
     def __init__(
-        self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None,
+        self, rows: Iterator[Any], draws: SampledBatches, distinct: Distinct | None,
         check: Callable[[], None],
     ) -> None:  # fmt: skip
         refuse_shards(reading())
@@ -528,7 +533,7 @@ class UnitSampler(PoissonSampler):
 
     Args:
         unit: int64 [rows of the data set], whose each row is, from 0; -1 for rows that are never drawn.
-        max_rows_per_unit: of a unit with more rows a draw takes so many, a uniformly random subset.
+        max_samples_per_unit: of a unit with more rows a draw takes so many, a uniformly random subset.
         reduction: "mean" or "sum" of the rows' gradients; goes with every draw.
         The rest as of PoissonSampler; n, steps, max_batch_size are in units.
 
@@ -537,15 +542,17 @@ class UnitSampler(PoissonSampler):
     """
 
     def __init__(
-        self, unit: Tensor, *, max_rows_per_unit: int | None = None, reduction: str = "mean",
+        self, unit: Tensor, *, max_samples_per_unit: int | None = None, reduction: str = "mean",
         **kwargs: Any,
     ) -> None:  # fmt: skip
         self._order, sizes = rows_by_unit(unit)
         super().__init__(num_samples=len(sizes), **kwargs)
         self._starts = (0, *sizes.cumsum(0).tolist())
-        self.max_rows_per_unit, self.reduction = max_rows_per_unit, reduction
+        self.max_samples_per_unit, self.reduction = max_samples_per_unit, reduction
         largest = int(sizes.max())
-        self.largest = largest if max_rows_per_unit is None else min(largest, max_rows_per_unit)
+        self.largest = (
+            largest if max_samples_per_unit is None else min(largest, max_samples_per_unit)
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
@@ -573,7 +580,7 @@ class UnitSampler(PoissonSampler):
 
     def _rows_of(self, unit: int) -> list[int]:
         rows = self._order[self._starts[unit] : self._starts[unit + 1]]
-        most = self.max_rows_per_unit
+        most = self.max_samples_per_unit
         if most is not None and len(rows) > most:
             rows = rows[self.some(len(rows), most)]
         return rows.tolist()

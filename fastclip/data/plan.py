@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fastclip._moved import renamed
 from fastclip.accounting.calibration import steps_of
 from fastclip.accounting.ledger import Ledger
 from fastclip.accounting.steps import new_name, refuse_truncated
@@ -24,7 +25,7 @@ from fastclip.data.collate import (
     plain_collate,
     try_collate,
 )
-from fastclip.data.dataset import SameRows, told_of
+from fastclip.data.dataset import SameSamples, told_of
 from fastclip.data.design import (
     ENDLESS,
     GIVEN_ORDER,
@@ -36,7 +37,7 @@ from fastclip.data.design import (
     accounted_rate,
     readers_of,
 )
-from fastclip.data.draws import Draws
+from fastclip.data.draws import SampledBatches
 from fastclip.data.iteration import filling_of
 from fastclip.data.loader import (
     PoissonSampler,
@@ -54,7 +55,7 @@ from fastclip.data.loader import (
 )
 from fastclip.data.samplers import (
     POISSON_OF_ROWS,
-    Choice,
+    SamplerKind,
     canaries_of,
     check_copies,
     check_order,
@@ -84,7 +85,7 @@ class Request:
             units. Only both together make q and B public. q alone leaves B = q N; B alone leaves
             q = 1 / len(data_loader): these depend on N.
         max_batch_size: draws of more units are cut to a random subset of this size.
-        unit_ids: whose each row is (`unit_numbers`). max_rows_per_unit: of a unit, in one draw.
+        unit_ids: whose each row is (`unit_numbers`). max_samples_per_unit: of a unit, in one draw.
         unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows'.
         views: rows of the model's batch for each row that is drawn.
 
@@ -98,7 +99,7 @@ class Request:
     expected_batch_size: float | None = None
     max_batch_size: int | None = None
     unit_ids: Any = None
-    max_rows_per_unit: int | None = None
+    max_samples_per_unit: int | None = None
     unit_reduction: str = "mean"
     views: int = 1
 
@@ -108,7 +109,7 @@ class Request:
             given["sample_rate"] = between("sample_rate", self.sample_rate, 0, 1, closed=True)
         if self.expected_batch_size is not None:
             given["expected_batch_size"] = positive("expected_batch_size", self.expected_batch_size)
-        for name in ("max_batch_size", "max_rows_per_unit", "views"):
+        for name in ("max_batch_size", "max_samples_per_unit", "views"):
             if getattr(self, name) is not None:
                 given[name] = whole(name, getattr(self, name), 1)
         self.__dict__.update(given)
@@ -116,8 +117,8 @@ class Request:
             raise ArgumentError(
                 f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}"
             )
-        if self.max_rows_per_unit is not None and self.unit_ids is None:
-            raise ArgumentError("max_rows_per_unit needs unit_ids, which say whose each row is")
+        if self.max_samples_per_unit is not None and self.unit_ids is None:
+            raise ArgumentError("max_samples_per_unit needs unit_ids, which say whose each row is")
         if not self.poisson_sampling:
             self._check_own_sampler()
 
@@ -148,11 +149,11 @@ SAMPLING = tuple(field.name for field in fields(Request))
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class SamplingPlan:
     """A design, and what a sampler needs to draw by it."""
 
     design: SamplingDesign
-    choice: Choice | None = None
+    choice: SamplerKind | None = None
     """None without Poisson sampling, where the loader's own sampler draws."""
     unit: Tensor | None = None
     """The unit of each row of the data set, int64, -1 for rows that are not drawn."""
@@ -187,7 +188,7 @@ class Plan:
             "views": str(self.views),
         }
 
-    def shared(self, ranks: Ranks | None) -> Plan:
+    def shared(self, ranks: Ranks | None) -> SamplingPlan:
         """This rank's share of the draws: every row, or unit, is in exactly one; whose is public.
 
         Raises:
@@ -251,7 +252,7 @@ class Plan:
         unit = self.unit if self.views == 1 else self._units()
         if unit is not None:
             sampler: PoissonSampler = UnitSampler(
-                unit, rates=rates, max_rows_per_unit=design.max_rows_per_unit,
+                unit, rates=rates, max_samples_per_unit=design.max_samples_per_unit,
                 reduction=design.unit_reduction or "mean", **shared,
             )  # fmt: skip
         else:
@@ -265,18 +266,18 @@ class Plan:
 
 def plan_sampling(
     data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
-) -> Plan:
+) -> SamplingPlan:
     """How the rows of a loader will be drawn; nothing is drawn or changed, and no row is looked at.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a loader whose choice of rows cannot be kept.
     """
     if not request.poisson_sampling:
-        return Plan(_of_its_own(data_loader, request, secure))
+        return SamplingPlan(_of_its_own(data_loader, request, secure))
     choice = check_poisson(data_loader, distributed)
     if choice.weights is not None or choice.rates is not None:
         weighted = _weighted(data_loader, request, choice, secure)
-        return Plan(weighted, choice, views=request.views)
+        return SamplingPlan(weighted, choice, views=request.views)
     unit = None
     n = rows = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
     if request.unit_ids is not None:
@@ -297,12 +298,12 @@ def plan_sampling(
         as_opacus = unit is None and rate == 1 / len(data_loader) and request.sample_rate is None
         # n / len, not n * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
         size = int(n / len(data_loader)) if as_opacus else n * rate
-    return Plan(
+    return SamplingPlan(
         SamplingDesign(
             POISSON if request.max_batch_size is None else TRUNCATED, rate, size, steps, n,
             public=None not in (request.sample_rate, request.expected_batch_size),
             max_batch_size=request.max_batch_size, unit="row" if unit is None else "unit",
-            max_rows_per_unit=request.max_rows_per_unit,
+            max_samples_per_unit=request.max_samples_per_unit,
             unit_reduction=None if unit is None else request.unit_reduction, secure=secure,
         ),
         choice, unit, views=request.views,
@@ -311,7 +312,7 @@ def plan_sampling(
 
 def checked_plan(
     data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
-) -> Plan:
+) -> SamplingPlan:
     """The same, of a data set in which no row is a copy of another; it knows the canaries there.
 
     Raises:
@@ -331,7 +332,7 @@ class Drawing(NamedTuple):
 
     loader: DataLoader
     design: SamplingDesign
-    draws: Draws
+    draws: SampledBatches
 
 
 def prepare(
@@ -401,7 +402,9 @@ def call_for_loader(
     return drawing
 
 
-def _agree_to_draw(ranks: Ranks, plan: Plan, data_loader: DataLoader, ledger: Ledger) -> None:
+def _agree_to_draw(
+    ranks: Ranks, plan: SamplingPlan, data_loader: DataLoader, ledger: Ledger
+) -> None:
     """All ranks draw from the same rows in the same way, each a share of its own.
 
     Raises:
@@ -422,24 +425,26 @@ def _agree_to_draw(ranks: Ranks, plan: Plan, data_loader: DataLoader, ledger: Le
         check_shares(data_loader, ranks)
 
 
-def _watched(loader: DataLoader, poisson: bool, rand_on_empty: bool, required: bool) -> Draws:
+def _watched(
+    loader: DataLoader, poisson: bool, rand_on_empty: bool, required: bool
+) -> SampledBatches:
     """The draws of a prepared loader."""
     distinct = None if poisson else check_order(loader)
     independent = poisson or draws_independently(loader)
-    draws = Draws(independent=independent, required=required, placeholders=rand_on_empty)
+    draws = SampledBatches(independent=independent, required=required, placeholders=rand_on_empty)
     draws.stream = isinstance(loader.dataset, IterableDataset)
     draws.at_once = loader.batch_sampler is None
     sampler, same = loader.batch_sampler, None
     if isinstance(sampler, UnitSampler):
-        same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
+        same = SameSamples(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
     elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the rows
-        same = SameRows(loader.dataset)
+        same = SameSamples(loader.dataset)
     watch_draws(loader, draws, distinct, same)
     return draws
 
 
 def poisson_loader(
-    loader: DataLoader, plan: Plan, *, batch_first: bool = True, rand_on_empty: bool = False
+    loader: DataLoader, plan: SamplingPlan, *, batch_first: bool = True, rand_on_empty: bool = False
 ) -> DPDataLoader:
     """Opacus' Poisson loader, drawing by the plan.
 
@@ -469,7 +474,9 @@ def poisson_loader(
     return made
 
 
-def _weighted(loader: DataLoader, request: Request, choice: Choice, secure: bool) -> SamplingDesign:
+def _weighted(
+    loader: DataLoader, request: Request, choice: SamplerKind, secure: bool
+) -> SamplingDesign:
     """Rates in proportion to weights: they add up to B, but for those that are capped at 1."""
     weights = choice.weights if choice.rates is None else choice.rates
     assert weights is not None
@@ -534,3 +541,9 @@ def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingD
         name = SHUFFLED if shuffled else GIVEN_ORDER
     readers = readers_of(loader)
     return SamplingDesign(name, 1 / steps, size, steps, rows, secure=secure, readers=readers)
+
+
+if not TYPE_CHECKING:  # old names
+
+    def __getattr__(name: str) -> Any:
+        return renamed(__name__, name)

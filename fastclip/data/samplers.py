@@ -91,7 +91,7 @@ def check_loader(data_loader: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplerKind:
     """What Poisson sampling must keep of a data loader's sampler."""
 
     a_pass: int
@@ -107,7 +107,7 @@ class Choice:
     generator: Any = None
 
 
-def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
+def check_poisson(data_loader: DataLoader, distributed: bool) -> SamplerKind:
     """What Poisson sampling in the place of the loader's sampler must keep.
 
     Raises:
@@ -137,9 +137,11 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
     if kind in SUBSETS:
         chosen = _numbers(sampler.indices, kind.__name__)
         Distinct(rows, kind.__name__).check(chosen)
-        return Choice(len(chosen), chosen % rows, generator=generator)
+        return SamplerKind(len(chosen), chosen % rows, generator=generator)
     if kind is WeightedRandomSampler:
-        return Choice(sampler.num_samples, weights=_weights(sampler, rows), generator=generator)
+        return SamplerKind(
+            sampler.num_samples, weights=_weights(sampler, rows), generator=generator
+        )
     of_ranks = kind is DistributedUniformWithReplacementSampler and distributed
     if of_ranks or kind in POISSON_OF_ROWS:
         return _as_before(sampler, rows)
@@ -157,7 +159,7 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
             f"{kind.__name__} draws from {source}{_HELD_OUT}"
         )
     a_pass = rows if everywhere else getattr(sampler, "num_samples", rows)
-    return Choice(a_pass, generator=generator)
+    return SamplerKind(a_pass, generator=generator)
 
 
 def _numbers(indices: Any, name: str) -> Tensor:
@@ -186,7 +188,7 @@ def _weights(sampler: WeightedRandomSampler, rows: int) -> Tensor:
     return weights
 
 
-def _as_before(sampler: Any, rows: int) -> Choice:
+def _as_before(sampler: Any, rows: int) -> SamplerKind:
     """Of a loader that samples by Poisson, all rows or a rank's share: the same rows and rate."""
     if getattr(sampler, "max_batch_size", None) is not None:
         raise ArgumentError(
@@ -205,7 +207,7 @@ def _as_before(sampler: Any, rows: int) -> Choice:
             f"the data loader's {unwatched(sampler).__name__} draws from {a_pass} rows, "
             f"and the data set has {rows}{_HELD_OUT}"
         )
-    return Choice(
+    return SamplerKind(
         a_pass, chosen, rate=sampler.sample_rate, rates=rates, generator=sampler.generator
     )
 
@@ -328,7 +330,7 @@ _FIX = {
 }
 
 
-def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> None:
+def check_copies(loader: DataLoader, choice: SamplerKind | None, unit: Tensor | None) -> None:
     """Raise an error if a record is in several samples that may be drawn apart.
 
     Formal guarantee: none of the samples that torch's data sets, tensors, arrays and lists hold shares
@@ -394,7 +396,9 @@ def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | Non
     return shared(list(leaves_of_items(items, read, "numbers", read)), owner)
 
 
-def _drawn(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> np.ndarray | None:
+def _drawn(
+    loader: DataLoader, choice: SamplerKind | None, unit: Tensor | None
+) -> np.ndarray | None:
     """Numbers of the samples that may be drawn, int64; None: all."""
     if unit is not None:
         return (unit >= 0).nonzero().reshape(-1).numpy()
@@ -438,7 +442,7 @@ class Canaries:
     """Each may be drawn, and as a unit of its own."""
 
 
-def canaries_of(data_set: Any, choice: Choice | None, unit: Tensor | None) -> Canaries | None:
+def canaries_of(data_set: Any, choice: SamplerKind | None, unit: Tensor | None) -> Canaries | None:
     """None for a data set without any, or one that was made from a mixed one (a subset, a transform).
 
     Args:

@@ -194,7 +194,7 @@ def too_large(rows: int, most: int) -> str:
         f"physical batches of at most {most} rows cannot hold a unit of {rows} rows, whose gradient is "
         f"clipped as one, so that its rows may not be split: allow physical batches of {rows} rows "
         "(max_physical_batch_size, or per_device_train_batch_size of a Trainer), or pass "
-        f"max_rows_per_unit={most} or less to make_private"
+        f"max_samples_per_unit={most} or less to make_private"
     )
 
 

@@ -17,23 +17,23 @@ from fastclip.backward import bare as backward_bare
 from fastclip.backward import python_nodes
 from fastclip.backward.bare import BareLayers, Left, LinearStack, Listed
 from fastclip.backward.layer_function import Call, LayerBackward
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.backward.tapped import Layer, what_lists
-from fastclip.engine.interception import Handle
-from fastclip.ops.planner import Choice
+from fastclip.engine.interception import LayerHook
+from fastclip.ops.planner import NormMethod
 from fastclip.rules.conv import ConvRule, geometry_of, zeros_around
 from fastclip.rules.embedding import ONLY_PLAIN, EmbeddingRule, padding_of
 from fastclip.rules.linear import LinearRule, TransposedLinearRule, by_position
 from fastclip.rules.norm import GroupNormRule, LayerNormRule, RMSNormRule
 from fastclip.rules.records import BiasRecord, KeptRecord, LinearRecord, written_to
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 from fastclip.samples.layout import BatchLayout
 
 # -------------------------------------------------------------------------------------------------
 # What bare layers have listed in a backward pass becomes records, when the pass ends.
 
 
-_ROWS = Place(0)
+_ROWS = BatchAxis(0)
 _MOST = 32
 """Endings that are remembered."""
 _KIND = attrgetter("shape", "dtype", "device")
@@ -43,32 +43,32 @@ LINEAR: dict[Any, bool] = {LinearRule: False, TransposedLinearRule: True}
 """Rules of linear layers that may be bare, and whether their weights are transposed."""
 
 
-def settle(keeper: BookKeeper, listed: Listed) -> None:
+def settle(grad_state: GradientState, listed: Listed) -> None:
     """Take what nodes have listed in the pass that ends.
 
     Raises:
         GraphError: what layers were given has changed since.
     """
-    bare = keeper.bare
+    bare = grad_state.bare
     numbers, forwards, inputs, gradients, weights, biases, _, written = listed
     if written:
         raise written_to()
     firsts = {own: k for k, own in reversed([*enumerate(map(id, forwards))])}
     for k in sorted(firsts.values()):
-        keeper.admit(bare.layers[numbers[k]][0].path, forwards[k], len(gradients[k]))
-    others = frozenset(keeper.current.others())
+        grad_state.admit(bare.layers[numbers[k]][0].path, forwards[k], len(gradients[k]))
+    others = frozenset(grad_state.current.others())
     kinds = [None if x is None else _KIND(x) for x in inputs]  # none where its weight is frozen
     key = (
         tuple(numbers), tuple(kinds), tuple(map(_KIND, gradients)),
-        tuple(map(id, weights)), tuple(map(id, biases)), keeper.units is None, others,
+        tuple(map(id, weights)), tuple(map(id, biases)), grad_state.units is None, others,
         ops.computes_reference(gradients[0]),
     )  # fmt: skip
     ending = bare.endings.get(key)
     if ending is None:
         if len(bare.endings) == _MOST:
             bare.endings.clear()
-        ending = bare.endings[key] = _Ending(keeper, listed, others)
-    ending.run(keeper, listed)
+        ending = bare.endings[key] = _Ending(grad_state, listed, others)
+    ending.run(grad_state, listed)
 
 
 @dataclass
@@ -93,28 +93,28 @@ class _Ending:
         others: ids of parameters to which something else contributes.
     """
 
-    def __init__(self, keeper: BookKeeper, listed: Listed, others: frozenset[int]) -> None:
+    def __init__(self, grad_state: GradientState, listed: Listed, others: frozenset[int]) -> None:
         numbers, _, inputs, gradients, weights, biases, *_ = listed
         self._groups: dict[Hashable, _Group] = {}
         self._rest: list[int] = []
         """What is taken one by one, in this order."""
         self._alone: set[int] = set()
         """Whose parameters have no other use."""
-        noted: dict[tuple[str, tuple, Choice], list[str]] = {}
+        noted: dict[tuple[str, tuple, NormMethod], list[str]] = {}
         uses = Counter(id(p) for p in (*weights, *biases) if p is not None)
         uses.update(others)
         for k, number in enumerate(numbers):
-            handle, _ = keeper.bare.layers[number]
+            handle, _ = grad_state.bare.layers[number]
             rule, x, g = handle.rule, inputs[k], gradients[k]
             own = [uses[id(p)] for p in (weights[k], biases[k]) if p is not None]
-            alone = keeper.units is None and set(own) == {1} and weights[k] is not None
+            alone = grad_state.units is None and set(own) == {1} and weights[k] is not None
             if alone:
                 self._alone.add(k)
             if type(rule) not in LINEAR or not alone:
                 self._rest.append(k)
                 continue
             b, t, d = x.shape[0], torch.Size(x.shape[1:-1]).numel(), x.shape[-1]
-            choice = keeper.planner.linear(
+            choice = grad_state.planner.linear(
                 b, t, d, g.shape[-1], x.element_size(), True, x.device
             )  # fmt: skip
             if not (choice.ghost and b and t):
@@ -127,23 +127,23 @@ class _Ending:
             noted.setdefault((rule.name, (b, t, d), choice), []).append(handle.path)
         self._noted = noted
 
-    def run(self, keeper: BookKeeper, listed: Listed) -> None:
+    def run(self, grad_state: GradientState, listed: Listed) -> None:
         """Make records of what was listed."""
         numbers, forwards, inputs, gradients, weights, biases, extras, _ = listed
         for (name, shape, choice), paths in self._noted.items():
-            keeper.plan_log.note_all(paths, name, shape, choice)
-        keep = keeper.current.keep
+            grad_state.plan_log.note_all(paths, name, shape, choice)
+        keep = grad_state.current.keep
         for k in self._rest:
             left = (
                 numbers[k], forwards[k], inputs[k], gradients[k], weights[k], biases[k], extras[k],
             )  # fmt: skip
-            _record(keeper, left, keep if k in self._alone else partial(_keep, keeper))
+            _record(grad_state, left, keep if k in self._alone else partial(_keep, grad_state))
         for group in self._groups.values():
             a, g = ([_flattened(side[k]) for k in group.layers] for side in (inputs, gradients))
             own, biases_of = ([side[k] for k in group.layers] for side in (weights, biases))
             if group.stacked:
                 stack = LinearStack(group.single, own, a, g, group.transposed)
-                keeper.current.take_together(stack, stack.norms())
+                grad_state.current.take_together(stack, stack.norms())
                 for bias, rows in zip(biases_of, g, strict=True):
                     if bias is not None:
                         keep(bias, rows if rows.dim() == 2 else ops.wide_sum(rows, 1))
@@ -153,12 +153,12 @@ class _Ending:
             ):
                 record = LinearRecord(*map(by_position, pair), transposed=turned)
                 if bias is not None:
-                    keeper.record(bias, BiasRecord(record))
-                keeper.record(weight, record)
+                    grad_state.record(bias, BiasRecord(record))
+                grad_state.record(weight, record)
 
 
-def _keep(keeper: BookKeeper, parameter: nn.Parameter, gradients: Tensor) -> None:
-    keeper.record(parameter, KeptRecord(gradients))
+def _keep(grad_state: GradientState, parameter: nn.Parameter, gradients: Tensor) -> None:
+    grad_state.record(parameter, KeptRecord(gradients))
 
 
 def _flattened(x: Tensor) -> Tensor:
@@ -166,15 +166,17 @@ def _flattened(x: Tensor) -> Tensor:
     return x if x.dim() <= 3 else x.flatten(1, -2)
 
 
-def _record(keeper: BookKeeper, left: Left, keep: Callable[[nn.Parameter, Tensor], None]) -> None:
+def _record(
+    grad_state: GradientState, left: Left, keep: Callable[[nn.Parameter, Tensor], None]
+) -> None:
     """Take what one layer has left.
 
     Args:
         keep: takes gradients of samples.
     """
     number, _, x, g, weight, bias, _ = left
-    if type(keeper.bare.layers[number][0].rule) not in NORMS:
-        take(keeper.bare, left)
+    if type(grad_state.bare.layers[number][0].rule) not in NORMS:
+        take(grad_state.bare, left)
         return
     for parameter, gradients in ((weight, x), (bias, g)):
         if parameter is not None:
@@ -203,7 +205,7 @@ _SETTINGS: dict[Any, tuple[str, ...]] = {
 """Attributes of a layer by which it computes."""
 
 
-def may_be_bare(bare: BareLayers, handles: Mapping[nn.Module, Handle]) -> None:
+def may_be_bare(bare: BareLayers, handles: Mapping[nn.Module, LayerHook]) -> None:
     """The model's layers with rules may be bare."""
     bare.layers = [
         (handle, module) for module, handle in handles.items() if handle.rule is not None
@@ -225,7 +227,7 @@ def plan(bare: BareLayers, layout: BatchLayout) -> None:
         if number not in bare.known:
             bare.known.add(number)
             own = (p for p in module._parameters.values() if p is not None)
-            bare.parameters += [p for p in own if p in handle.keeper.names]
+            bare.parameters += [p for p in own if p in handle.grad_state.names]
             bare.modules.setdefault(type(module), []).append(module)
     bare.tapped.plan(dict(_tapped(bare)))
 
@@ -243,13 +245,15 @@ def _tapped(bare: BareLayers) -> Iterator[tuple[int, Layer]]:
         yield number, Layer(number, slot, module, weight, bias, what_lists(slot), handle.key)
 
 
-def _is_bare(handle: Handle, module: nn.Module, layout: BatchLayout) -> bool:
-    path, keeper, place = handle.path, handle.keeper, layout.places.get(handle.path)
+def _is_bare(handle: LayerHook, module: nn.Module, layout: BatchLayout) -> bool:
+    path, grad_state, place = handle.path, handle.grad_state, layout.places.get(handle.path)
     placed = place is not None and place.plain and not place.axis and path in layout.met
     if handle.scopes or layout.returns or layout.by_values:
         return False
     own = [p for p in module._parameters.values() if p is not None]
-    plain = all(type(p) is nn.Parameter and (p in keeper.names or not p.requires_grad) for p in own)
+    plain = all(
+        type(p) is nn.Parameter and (p in grad_state.names or not p.requires_grad) for p in own
+    )
     return (
         plain
         and placed
@@ -270,7 +274,7 @@ def _slot(bare: BareLayers, number: int, nodes: Any) -> Any:
     assert bare.slots is not None
     given = bare.slots, number, parameters, settings
     # A gradient that is kept takes the place of its operands at once.
-    at_once = handle.keeper.plan_log.method(handle.path) == "keep"
+    at_once = handle.grad_state.plan_log.method(handle.path) == "keep"
     if rule in LINEAR:
         return nodes.Linear(*given, at_once, LINEAR[rule])
     if rule is ConvRule and (padding := zeros_around(module)) is not None:

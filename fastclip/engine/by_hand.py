@@ -15,7 +15,7 @@ from opacus.grad_sample import GradSampleModule as OpacusModule
 from opacus.optimizers import DPOptimizer as OpacusOptimizer
 from torch import distributed, nn
 
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.clipping import Clipping, resolve
 from fastclip.clipping.resolve import named
 from fastclip.core.checks import not_negative
@@ -59,7 +59,7 @@ class ByHand:
 
     batch_first: bool
     loss_reduction: str
-    keeper: BookKeeper
+    grad_state: GradientState
     earlier: list[Any]
     _module: nn.Module
     _allowed = True
@@ -107,12 +107,12 @@ class ByHand:
     @property
     def clips(self) -> bool:
         """An optimizer has been made: passes clip and sum."""
-        return "keeper" in self.__dict__
+        return "grad_state" in self.__dict__
 
     def clip_with(
         self, optimizer: torch.optim.Optimizer, strategy: Clipping,
         max_grad_norm: float | Sequence[float], *, together: bool = False,
-    ) -> BookKeeper:  # fmt: skip
+    ) -> GradientState:  # fmt: skip
         """Passes clip and sum for this optimizer from now on, and for no earlier one.
 
         Args:
@@ -130,15 +130,15 @@ class ByHand:
         joined = several and together
         ranks = Ranks(model, distributed.group.WORLD) if joined else ranks_of(model)
         trained, frozen = held_by(optimizer, uncompiled(bare(model)), ranks)
-        keeper = BookKeeper(
+        grad_state = GradientState(
             trained, strategy, max_grad_norm, mean_loss=self.loss_reduction == "mean",
             batch_axis=0 if self.batch_first else 1, frozen=frozen,
         )  # fmt: skip
-        keeper.clipping.ranks = ranks
-        keeper.batch.accumulation_allowed = self._allowed
+        grad_state.clipping.ranks = ranks
+        grad_state.batch.accumulation_allowed = self._allowed
         self.remove_hooks()
-        attach_keeper(self, model, keeper, self.batch_first, self.loss_reduction)
-        return keeper
+        attach_keeper(self, model, grad_state, self.batch_first, self.loss_reduction)
+        return grad_state
 
     def remove_hooks(self) -> None:
         """The model is ordinary again."""
@@ -146,7 +146,7 @@ class ByHand:
             self.earlier.pop().cleanup()
         if self.clips:
             uninstall(self._module)
-            del self.keeper
+            del self.grad_state
 
     def cleanup(self) -> None:
         """As `remove_hooks`."""
@@ -156,7 +156,7 @@ class ByHand:
     def hooks_enabled(self) -> bool:
         """Passes leave something."""
         if self.clips:
-            return not self.keeper.calls.paused
+            return not self.grad_state.calls.paused
         return all(own.hooks_enabled for own in self.earlier)
 
     def disable_hooks(self) -> None:
@@ -171,7 +171,7 @@ class ByHand:
         for own in self.earlier:
             (own.enable_hooks if on else own.disable_hooks)()
         if self.clips:
-            self.keeper.calls.paused = not on
+            self.grad_state.calls.paused = not on
 
     def forbid_grad_accumulation(self) -> None:
         """Two passes without a step between them are an error."""
@@ -184,7 +184,7 @@ class ByHand:
     def _accumulation(self, allowed: bool) -> None:
         self._allowed = allowed
         if self.clips:
-            self.keeper.batch.accumulation_allowed = allowed
+            self.grad_state.batch.accumulation_allowed = allowed
         for own in self.earlier:
             (own.allow_grad_accumulation if allowed else own.forbid_grad_accumulation)()
 
@@ -373,15 +373,17 @@ class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
         validation.check_inner_step(inner)
         clipping, options = named(clipping, options)
         strategy = resolve(clipping, options, noise_multiplier)
-        keeper = module_of(inner).clip_with(inner, strategy, max_grad_norm, together=self._together)
+        grad_state = module_of(inner).clip_with(
+            inner, strategy, max_grad_norm, together=self._together
+        )
         super().__init__(
-            inner, keeper=keeper, noise_multiplier=noise_multiplier,
+            inner, grad_state=grad_state, noise_multiplier=noise_multiplier,
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
 
     def __setstate__(self, state: Any) -> None:
-        if "keeper" not in vars(self):
+        if "grad_state" not in vars(self):
             raise pickled_by_opacus(type(self).__name__)
         super().__setstate__(state)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fastclip import ops
 from fastclip.backward.backward_pass import BackwardPass
 from fastclip.backward.python_nodes import arithmetic
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.backward.sums import SumsOfOne
 from fastclip.core.numerics import gpu_products
 from fastclip.core.snapshot import Facts, Snapshot, fact, which
@@ -185,14 +185,14 @@ class Frozen:
 
     Args:
         model: the private model.
-        keeper: its book-keeper.
+        grad_state: its gradient state.
         device: of its parameters. loss_function: the user's.
     """
 
     def __init__(
-        self, model: nn.Module, keeper: BookKeeper, device: torch.device, loss_function: Any
+        self, model: nn.Module, grad_state: GradientState, device: torch.device, loss_function: Any
     ) -> None:
-        self._keeper, self._device = keeper, device
+        self._grad_state, self._device = grad_state, device
         self._settings = Settings(model)
         self._modules = list(model.modules())
         items = [(vars(m), name, x) for m in self._modules for name, x in vars(m).items()]
@@ -222,7 +222,7 @@ class Frozen:
 
     def _facts(self) -> Iterator[Facts]:
         yield fact("settings of torch", partial(surroundings, self._device))
-        yield fact("looks at the model", lambda: len(self._keeper.calls.looks))
+        yield fact("looks at the model", lambda: len(self._grad_state.calls.looks))
         yield Facts(range(len(self._tables)), partial(map, len, self._tables))
         yield fact("classes", self._kinds)
         yield Facts(range(len(self._plain[0])), partial(map, dict.get, *self._plain))
@@ -263,22 +263,22 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
     )
 
 
-def check_decided(keeper: BookKeeper) -> None:
+def check_decided(grad_state: GradientState) -> None:
     """Refuse a model whose Python code decides anew in every call.
 
     Raises:
         GraphError: by values of the batch, or by random numbers.
     """
-    if any(layout.by_values or layout.by_chance for layout in keeper.calls.layouts.values()):
+    if any(layout.by_values or layout.by_chance for layout in grad_state.calls.layouts.values()):
         raise GraphError(
             "Python code of the model decides by values of the batch or by random numbers, which a "
             "graph would do no more; let tensors decide (torch.where), or make the step without a graph"
         )
 
 
-def settled(keeper: BookKeeper, rows: int) -> bool:
+def settled(grad_state: GradientState, rows: int) -> bool:
     """No later batch of up to `rows` rows would be looked at for its distinct rows: replays are not."""
-    known = [layout for layout in keeper.calls.layouts.values() if layout.known]
+    known = [layout for layout in grad_state.calls.layouts.values() if layout.known]
     enough = min(MOST_ROWS, rows)
     sure = (x.proven or x.flat or x.compared >= enough for x in known)
     return bool(known) and all(sure)
@@ -308,15 +308,15 @@ class _Sums(SumsOfOne):
 class _Rehearsed:
     """A pass that contributes nothing: its losses, its norms, and itself."""
 
-    def __init__(self, keeper: BookKeeper, run: Callable[[], Tensor]) -> None:
-        self.keeper = keeper
+    def __init__(self, grad_state: GradientState, run: Callable[[], Tensor]) -> None:
+        self.grad_state = grad_state
         self._caught: list[tuple[BackwardPass, float]] = []
         self.norm_sq = torch.empty(0, dtype=torch.float32, device="cpu")
-        keeper.caught = self._catch
+        grad_state.caught = self._catch
         try:
             self.losses = run().detach()
         finally:
-            keeper.caught = None
+            grad_state.caught = None
         if len(self._caught) != 1:
             raise GraphError(
                 "the losses expect to be computed from what the private model returns, but no "
@@ -327,21 +327,21 @@ class _Rehearsed:
 
     def _catch(self, current: BackwardPass, factor: float) -> None:
         self._caught.append((current, factor))
-        self.norm_sq = current.norms(factor, self.keeper.names)
+        self.norm_sq = current.norms(factor, self.grad_state.names)
 
     def layers(self) -> Tensor | None:
         """Which parameters took part, for thresholds by layer."""
-        if not self.keeper.clipping.strategy.threshold.per_layer:
+        if not self.grad_state.clipping.strategy.threshold.per_layer:
             return None
-        return self.current.places(self.keeper.names, self.norm_sq.device)
+        return self.current.places(self.grad_state.names, self.norm_sq.device)
 
     def sums(self, factors: Tensor) -> tuple[list[tuple[nn.Parameter, ...]], list[Tensor]]:
         """Clipped sums given the factors: parameters of each type, and their sums end to end."""
         sums: Any = _Sums()
-        with arithmetic(self.keeper.names), ops.looked_at(factors):
+        with arithmetic(self.grad_state.names), ops.looked_at(factors):
             self.current.sum_into(sums, factors)
             kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-            for parameter in self.keeper.names:  # in one order, whichever layers are bare
+            for parameter in self.grad_state.names:  # in one order, whichever layers are bare
                 if (total := sums.held.get(parameter)) is not None:
                     kinds.setdefault(total.dtype, []).append(parameter)
             flat = [torch.cat([sums.held[p] for p in held]) for held in kinds.values()]
@@ -353,7 +353,7 @@ class Recording:
 
     Args:
         recorder: captures.
-        keeper: the model's book-keeper.
+        grad_state: the model's gradient state.
         run: the pass over `inputs`, whose rows are there already; returns the losses of the rows.
         inputs: the tensors that the graph reads.
         frozen: makes the state to be captured in.
@@ -364,10 +364,10 @@ class Recording:
     """
 
     def __init__(
-        self, recorder: Recorder, keeper: BookKeeper, run: Callable[[], Tensor],
+        self, recorder: Recorder, grad_state: GradientState, run: Callable[[], Tensor],
         inputs: list[Tensor], frozen: Callable[[], Frozen],
     ) -> None:  # fmt: skip
-        self.inputs, self._keeper, self._without = inputs, keeper, recorder.without
+        self.inputs, self._grad_state, self._without = inputs, grad_state, recorder.without
         self._recorder, self._pass, self._replays = recorder, run, 0
         state = recorder.random_state()
         cached = torch.is_autocast_cache_enabled()
@@ -375,7 +375,7 @@ class Recording:
         torch.clear_autocast_cache()
         given = [x.clone() for x in inputs]
         try:
-            with keeper.trace.untraced():
+            with grad_state.trace.untraced():
                 self._record(frozen)
         except FastclipError:
             raise
@@ -387,7 +387,7 @@ class Recording:
             ) from error
         finally:
             torch.set_autocast_cache_enabled(cached)
-            keeper.drop_stale()
+            grad_state.drop_stale()
             recorder.set_random_state(state)
             for x, before in zip(inputs, given, strict=True):
                 x.copy_(before)
@@ -425,27 +425,27 @@ class Recording:
             )
 
     def _rehearse(self) -> _Rehearsed:
-        rehearsed = _Rehearsed(self._keeper, self._pass)
+        rehearsed = _Rehearsed(self._grad_state, self._pass)
         rehearsed.sums(self._no_factors(rehearsed.norm_sq))
         return rehearsed
 
     def _no_factors(self, norm_sq: Tensor) -> Tensor:
         shape = (
             norm_sq.shape
-            if self._keeper.clipping.strategy.threshold.per_layer
+            if self._grad_state.clipping.strategy.threshold.per_layer
             else norm_sq.shape[1:]
         )
         return norm_sq.new_zeros(shape)
 
     def _capture(self) -> None:
         def first() -> tuple[_Rehearsed, list[Tensor]]:
-            rehearsed = _Rehearsed(self._keeper, self._pass)
+            rehearsed = _Rehearsed(self._grad_state, self._pass)
             return rehearsed, [rehearsed.losses, rehearsed.norm_sq]
 
         self._first, rehearsed = self._recorder.capture(first)
         self._factor, self._calls = rehearsed.factor, rehearsed.calls
         self._layers = rehearsed.layers()
-        self._whose = [*self._keeper.names][:1]  # all lie on one device
+        self._whose = [*self._grad_state.names][:1]  # all lie on one device
         self._factors = self._no_factors(rehearsed.norm_sq)
         sums = partial(rehearsed.sums, self._factors)
         self._second, self._kinds = self._recorder.capture(sums)
@@ -454,7 +454,7 @@ class Recording:
         """Other rows than were captured, and other weights, by both ways."""
         for x in self.inputs:
             x.copy_(x.roll(1, 0))
-        with _stirred(self._keeper.names):
+        with _stirred(self._grad_state.names):
             self._compare()
 
     def _compare(self) -> None:
@@ -464,7 +464,7 @@ class Recording:
             GraphError: they differ.
         """
         state = self._recorder.random_state()
-        expected = _Rehearsed(self._keeper, self._pass)
+        expected = _Rehearsed(self._grad_state, self._pass)
         dtype, norm_sq = expected.losses.dtype, expected.norm_sq.clone()
         losses = expected.losses.clone()
         sizes = norm_sq.sum(0).sqrt()
@@ -495,21 +495,21 @@ class Recording:
             return
         state = self._recorder.random_state()
         try:
-            with self._keeper.trace.untraced():
+            with self._grad_state.trace.untraced():
                 self._compare()
         finally:
             self._recorder.set_random_state(state)
 
     def contribute(self, rows: int) -> Tensor:
         """Replay over the rows in `inputs`, of which the first `rows` are real; their losses."""
-        keeper = self._keeper
-        keeper.batch.begin_pass()
+        grad_state = self._grad_state
+        grad_state.batch.begin_pass()
         with arithmetic(self._whose):
             losses, norm_sq = self._first.replay()
             try:
-                drawn = keeper.batch.find(rows)
+                drawn = grad_state.batch.find(rows)
                 norm_sq = norm_sq[:, :rows]
-                keeper.contribute(norm_sq, self._layers, drawn, rows, self._calls, self._write)
+                grad_state.contribute(norm_sq, self._layers, drawn, rows, self._calls, self._write)
             finally:
                 self._first.let_go()
         return losses[:rows]
@@ -523,7 +523,7 @@ class Recording:
             parts = own.split([parameter.numel() for parameter in parameters])
             shaped = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
             # `data` has a version of its own, so that no part need be copied again.
-            self._keeper.sums.add_all(parameters, [x.data for x in shaped])
+            self._grad_state.sums.add_all(parameters, [x.data for x in shaped])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from fastclip.backward.guards import untrained
 from fastclip.backward.loss import check_coupling, check_criterion
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.clipping import dp_sgd
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import Request, plan_sampling
@@ -30,7 +30,7 @@ from fastclip.engine.own_forward import check_copied
 from fastclip.engine.validation import check_inner_step, check_module, check_optimizer
 from fastclip.errors import ArgumentError, FastclipError
 from fastclip.ops.planner import PlanRow
-from fastclip.rules.recompute import ReplayUse
+from fastclip.rules.recompute import RecomputeUse
 
 _BROADCAST = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
@@ -81,7 +81,7 @@ class Explanation:
     @property
     def slow(self) -> tuple[str, ...]:
         """Paths of layers without a rule of their own."""
-        return tuple(row.path for row in self.rows if row.rule == ReplayUse.name)
+        return tuple(row.path for row in self.rows if row.rule == RecomputeUse.name)
 
     def __str__(self) -> str:
         frozen = sum(self.frozen.values())
@@ -189,12 +189,12 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
     names = {p: n for n, p in bare.named_parameters() if n in trained}
     for p in bare.parameters():
         p.requires_grad_(p in names)
-    keeper = BookKeeper(names, dp_sgd(), 1.0, mean_loss=True, batch_axis=0)
+    grad_state = GradientState(names, dp_sgd(), 1.0, mean_loss=True, batch_axis=0)
     try:
-        FastGradSampleModule(bare, keeper=keeper, batch_first=True, loss_reduction="mean")
+        FastGradSampleModule(bare, grad_state=grad_state, batch_first=True, loss_reduction="mean")
     except Exception as error:
         refused.append(str(error))
-    return keeper.plan_log.plan().rows, tuple(refused)
+    return grad_state.plan_log.plan().rows, tuple(refused)
 
 
 def _look(
@@ -206,9 +206,9 @@ def _look(
     for p in model.parameters():
         p.requires_grad_(p in names)
     mean = setup.loss_reduction == "mean"
-    keeper = BookKeeper(names, dp_sgd(), 1.0, mean_loss=mean, batch_axis=0)
+    grad_state = GradientState(names, dp_sgd(), 1.0, mean_loss=mean, batch_axis=0)
     private = FastGradSampleModule(
-        model, keeper=keeper, batch_first=True, loss_reduction=setup.loss_reduction
+        model, grad_state=grad_state, batch_first=True, loss_reduction=setup.loss_reduction
     )
     batch, refused = setup.batch, []
     try:
@@ -219,7 +219,7 @@ def _look(
                 private(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
     except Exception as error:
         refused.append(str(error))
-    plan = keeper.plan_log.plan(keeper.calls.looks)
+    plan = grad_state.plan_log.plan(grad_state.calls.looks)
     return plan.rows, tuple(plan.looks), tuple(refused)
 
 

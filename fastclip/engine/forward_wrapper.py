@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.backward.guards import arm
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.core.autograd import fills_a_checkpoint
 from fastclip.core.compiler import disable_dynamo, graphs_made, pass_over
 from fastclip.core.torch_names import current_task
 from fastclip.distributed.ranks import whole
-from fastclip.engine.interception import ATTRIBUTE, Handle
+from fastclip.engine.interception import ATTRIBUTE, LayerHook
 from fastclip.engine.own_forward import check_given, eagerly, enter, follow, has_more, left
 from fastclip.errors import GraphError
 from fastclip.rules.recurrent import sorted_by
@@ -77,10 +77,10 @@ def call_root(model: nn.Module, args: tuple, kwargs: dict) -> Any:
     if handle is None or not has_more(model):
         return model(*args, **kwargs)
     inner = partial(eagerly, MethodType(type(model).__call__, model))
-    return RootScope(whole=True).run(handle, model, inner, args, kwargs)
+    return RootForwardWrapper(whole=True).run(handle, model, inner, args, kwargs)
 
 
-class RootScope:
+class RootForwardWrapper:
     """The model's own forward: finds the batch size, and opens the pass where gradients come in.
 
     Args:
@@ -91,7 +91,7 @@ class RootScope:
         self._whole = whole
 
     def run(
-        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+        self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
         entered = self.enter(handle, module, inner, args, kwargs)
         with entered:
@@ -100,10 +100,10 @@ class RootScope:
 
     @disable_dynamo
     def enter(
-        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+        self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> RootCall:
         """Everything before the model's forward; on its first training call, `inner` is probed."""
-        trace = handle.keeper.trace
+        trace = handle.grad_state.trace
         try:
             with trace.aside():
                 return self._entered(handle, module, inner, args, kwargs)
@@ -112,43 +112,43 @@ class RootScope:
             raise
 
     def _entered(
-        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+        self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> RootCall:
-        keeper = handle.keeper
-        if keeper.calls.probe:
+        grad_state = handle.grad_state
+        if grad_state.calls.probe:
             return RootCall(args, kwargs)
-        outermost, alone = not keeper.depth and torch.is_grad_enabled(), False
+        outermost, alone = not grad_state.depth and torch.is_grad_enabled(), False
         if outermost and current_task() != -1:
             # without a pass nodes that were made while the model was paused may ask for their tensors
-            if not (keeper.running or keeper.paused or fills_a_checkpoint()):
+            if not (grad_state.running or grad_state.paused or fills_a_checkpoint()):
                 raise GraphError(
                     "the whole private model is recomputed inside a backward pass of its own "
                     "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
                     "checkpoint parts of the model"
                 )
             # a recomputation: what it adds belongs to the running pass, if there is one
-            outermost, alone = False, not keeper.running
-        layout = keeper.calls.layout_of(FORWARD)
-        followed = partial(_followed, keeper, inner)
+            outermost, alone = False, not grad_state.running
+        layout = grad_state.calls.layout_of(FORWARD)
+        followed = partial(_followed, grad_state, inner)
         called = Entered(FORWARD, module, followed, args, kwargs)
         if outermost:
-            if not (self._whole or keeper.paused):
+            if not (self._whole or grad_state.paused):
                 check_given(handle.path, module, args, kwargs)
-            keeper.check_unchanged()
-            due = keeper.calls.due(layout, called)
-            with whole(keeper.clipping.ranks, due):
+            grad_state.check_unchanged()
+            due = grad_state.calls.due(layout, called)
+            with whole(grad_state.clipping.ranks, due):
                 if due:
                     with _way_out(layout.batch_size(args, kwargs)):
-                        keeper.calls.learn(layout, called)
-            arm(keeper)
+                        grad_state.calls.learn(layout, called)
+            arm(grad_state)
             if layout.by_values:
-                keeper.calls.traces(True)
+                grad_state.calls.traces(True)
         batch = layout.batch_size(args, kwargs, begins=outermost)
-        if outermost and not keeper.paused and keeper.trace.wanted:
-            keeper.drop_stale()
+        if outermost and not grad_state.paused and grad_state.trace.wanted:
+            grad_state.drop_stale()
             given = layout.read(args, kwargs)
             cuts = layout.cuts(given.way)
-            keeper.trace.forward(
+            grad_state.trace.forward(
                 given.leaves,
                 cuts,
                 batch,
@@ -156,10 +156,10 @@ class RootScope:
                 proven=layout.proven,
                 asked=layout.asked,
             )
-        inside = keeper.root_forward(batch, layout)
+        inside = grad_state.root_forward(batch, layout)
         if alone:
-            inside = _both(inside, keeper.calls.intercepted(layout.proxied))
-        return RootCall(args, kwargs, keeper, inside, called if outermost else None)
+            inside = _both(inside, grad_state.calls.intercepted(layout.proxied))
+        return RootCall(args, kwargs, grad_state, inside, called if outermost else None)
 
 
 @contextmanager
@@ -171,22 +171,22 @@ def _both(
         yield forward
 
 
-def _followed(keeper: BookKeeper, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-    return follow("", keeper, inner, args, kwargs)
+def _followed(grad_state: GradientState, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+    return follow("", grad_state, inner, args, kwargs)
 
 
 class RootCall:
-    """One call of the model's own forward; without a book-keeper it is only passed on.
+    """One call of the model's own forward; without a gradient state it is only passed on.
 
     Its methods stay outside the code that torch.compile makes of the model.
     """
 
     def __init__(
-        self, args: tuple, kwargs: dict, keeper: BookKeeper | None = None,
+        self, args: tuple, kwargs: dict, grad_state: GradientState | None = None,
         inside: AbstractContextManager[Forward] | None = None, called: Entered | None = None,
     ) -> None:  # fmt: skip
         self.args, self.kwargs = args, kwargs
-        self._keeper, self._called = keeper, called
+        self._grad_state, self._called = grad_state, called
         self._inside = inside or nullcontext(Forward(None))
         self._forward = self._inside.__enter__()
         self._routing: Routing | None = None
@@ -194,14 +194,14 @@ class RootCall:
         """Graphs of torch.compile's as the model's forward began, where it may make one."""
         self.eager = False
         """Parameters are used in the model's own code, which must not be compiled."""
-        if keeper is not None and called is not None:
+        if grad_state is not None and called is not None:
             layout = self._forward.layout
-            keeper.calls.begin(called, layout.proxied if layout is not None else ())
+            grad_state.calls.begin(called, layout.proxied if layout is not None else ())
             enter("", self._forward)
             self.eager = layout is not None and "" in layout.users
             called.forward = self._forward
-            if not (keeper.paused or keeper.trace.observing or keeper.calls.shards):
-                keeper.bare.begin(self._forward)
+            if not (grad_state.paused or grad_state.trace.observing or grad_state.calls.shards):
+                grad_state.bare.begin(self._forward)
             self._forward.inputs = (args, kwargs)
             if self._forward.layout is not None and self._forward.layout.folds:
                 self._forward.lengths = self._forward.layout.lengths(args, kwargs)
@@ -209,10 +209,10 @@ class RootCall:
     @disable_dynamo
     def may_be_traced(self) -> bool:
         """Torch.compile may trace the model's forward this time."""
-        if self._keeper is None or self._called is None:
+        if self._grad_state is None or self._called is None:
             return True
         self._graphs = graphs_made()
-        traced = self._keeper.bare.lays(tensors_of((self.args, self.kwargs)))
+        traced = self._grad_state.bare.lays(tensors_of((self.args, self.kwargs)))
         if not traced and self._called.following is None:
             self._called.follow(eager=True)
         return traced
@@ -226,79 +226,83 @@ class RootCall:
         """The model's forward has returned, or failed; of a batch without rows the way out is told."""
         if self._called is not None:
             self._called.ran()
-            if self._keeper is not None:
-                self._keeper.bare.end()
+            if self._grad_state is not None:
+                self._grad_state.bare.end()
         _tell(error, self._forward.batch_size)
         if self._called is not None:
-            if error is not None and self._keeper is not None:
-                self._keeper.trace.end()
+            if error is not None and self._grad_state is not None:
+                self._grad_state.trace.end()
             _, self._routing = self._forward.inside.pop()
         self._inside.__exit__(None, None, None)
         if error is not None and self._forward.layout is not None:
             self._forward.layout.ended()
-        if self._keeper is not None and self._called is not None:
-            self._keeper.calls.end(self._called)
+        if self._grad_state is not None and self._called is not None:
+            self._grad_state.calls.end(self._called)
             if error is not None:
-                self._keeper.trace.end()
+                self._grad_state.trace.end()
 
     @disable_dynamo
     def opening(self, out: Any) -> Any:
         """The model's output, whose gradient opens the backward pass."""
         if self._routing is not None:
             out = left("", self._forward, self._routing, out)
-        if self._keeper is not None and self._called is not None and not self._keeper.paused:
-            hook = partial(self._keeper.open_pass, self._forward)
+        if (
+            self._grad_state is not None
+            and self._called is not None
+            and not self._grad_state.paused
+        ):
+            hook = partial(self._grad_state.open_pass, self._forward)
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
-            out = self._checked(self._keeper, self._called, out)
+            out = self._checked(self._grad_state, self._called, out)
         return out
 
-    def _checked(self, keeper: BookKeeper, called: Entered, out: Any) -> Any:
+    def _checked(self, grad_state: GradientState, called: Entered, out: Any) -> Any:
         called.compiles = self._graphs is not None and self._graphs != graphs_made()
         try:
-            if not keeper.trace.proves(out):
-                keeper.calls.compare(called, keeper.trace.mixes)
-            out = keeper.calls.returned(called, out)
+            if not grad_state.trace.proves(out):
+                grad_state.calls.compare(called, grad_state.trace.mixes)
+            out = grad_state.calls.returned(called, out)
         except BaseException:
-            keeper.trace.end()
+            grad_state.trace.end()
             raise
-        keeper.trace.returned(out, self._forward.batch_size)
+        grad_state.trace.returned(out, self._forward.batch_size)
         return out
 
 
-class PartScope:
+class PartForwardWrapper:
     """A part of the model with parameters of its own: a script may call it by itself."""
 
     def run(
-        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+        self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
-        keeper = handle.keeper
-        if keeper.depth:
+        grad_state = handle.grad_state
+        if grad_state.depth:
             return inner(*args, **kwargs)
-        if not (keeper.paused or keeper.calls.probe or keeper.recomputes):
+        if not (grad_state.paused or grad_state.calls.probe or grad_state.recomputes):
             check_given(handle.path, module, args, kwargs)
-        with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs) as returned:
+        with grad_state.calls.inside(f"{handle.path}()", module, inner, args, kwargs) as returned:
             return returned(inner(*args, **kwargs))
 
 
-class RecurrentScope:
+class RecurrentForwardWrapper:
     """Opacus' recurrent layers: the rows of a PackedSequence are samples sorted by length."""
 
     def run(
-        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+        self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
         x = args[0] if args else kwargs.get("input")
-        keeper = handle.keeper
+        grad_state = handle.grad_state
         if not isinstance(x, PackedSequence):
             return inner(*args, **kwargs)
-        if keeper.calls.probe:  # its rows are sorted by length, and `row_order` says how
-            outside, keeper.calls.probe.trusted = keeper.calls.probe.trusted, True
+        if grad_state.calls.probe:  # its rows are sorted by length, and `row_order` says how
+            outside, grad_state.calls.probe.trusted = grad_state.calls.probe.trusted, True
             try:
                 return inner(*args, **kwargs)
             finally:
-                keeper.calls.probe.trusted = outside
-        forward, _ = keeper.layer_forward()
+                grad_state.calls.probe.trusted = outside
+        forward, _ = grad_state.layer_forward()
         rows = int(x.batch_sizes[0])
         order = x.sorted_indices
         if order is None:
@@ -307,17 +311,17 @@ class RecurrentScope:
             forward.batch_size = rows
         forward.row_order = order
         try:
-            with keeper.bare.aside():
+            with grad_state.bare.aside():
                 return inner(*args, **kwargs)
         finally:
             forward.row_order = None
 
 
-class SortedScope:
+class SortedForwardWrapper:
     """torch's recurrent layers: how the rows of a PackedSequence were sorted is known out here."""
 
     def run(
-        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+        self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
         x = args[0] if args else kwargs.get("input")
         before = sorted_by.set(x.sorted_indices if isinstance(x, PackedSequence) else None)

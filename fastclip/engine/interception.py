@@ -2,7 +2,7 @@
 
 A layer keeps its class, its place and its parameters; only `forward` becomes a bound method of the
 module (not a closure: a deepcopy must use its own weights). The private function returns the
-input's gradient and no gradient for the parameters, whose contributions go to the book-keeper:
+input's gradient and no gradient for the parameters, whose contributions go to the gradient state:
 autograd never computes an unclipped weight gradient.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastclip.backward import tapped
 from fastclip.backward.guards import check_plain
 from fastclip.backward.layer_function import Call, PrivateLayer
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.core.compiler import disable_dynamo, ends_graph, is_compiled, is_exporting, pass_over
 from fastclip.core.system import no_memory
 from fastclip.core.torch_names import Native, plain_apply, unwrap_dead
@@ -42,11 +42,11 @@ from fastclip.errors import GraphError, StepError, UnsupportedLayerError, where
 from fastclip.rules import LayerRule
 from fastclip.rules.chance import leaves_of
 from fastclip.rules.derived import Derived, is_private
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 
 ATTRIBUTE = "_fastclip"
 _APPLY = plain_apply(PrivateLayer)
-_ROWS = Place(0)
+_ROWS = BatchAxis(0)
 _KEYS = count(1)
 HOW_TO_REGISTER = (
     "write its rule with @fastclip.rules.register_rule (examples/custom_layer.py), freeze it, or "
@@ -54,11 +54,11 @@ HOW_TO_REGISTER = (
 )
 
 
-class Scope(Protocol):
+class ForwardWrapper(Protocol):
     """Something done around a module's forward: opening the root, expanding raw parameters."""
 
     def run(
-        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+        self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
         """Call `inner(*args, **kwargs)` with whatever the scope adds."""
 
@@ -72,14 +72,14 @@ def not_pickled() -> StepError:
     )
 
 
-class Handle:
-    """What an intercepted module carries: its path, its rule, its scopes, its book-keeper."""
+class LayerHook:
+    """What an intercepted module carries: its path, its rule, its scopes, its gradient state."""
 
-    def __init__(self, path: str, keeper: BookKeeper) -> None:
+    def __init__(self, path: str, grad_state: GradientState) -> None:
         self.path = path
-        self.keeper = keeper
+        self.grad_state = grad_state
         self.rule: LayerRule | None = None
-        self.scopes: list[Scope] = []
+        self.scopes: list[ForwardWrapper] = []
         self.bare: Callable[[Any, nn.Module], Tensor | None] | None = None
         """Its call as one C++ node, where it may be; None of a call that may not."""
         self.key = next(_KEYS)
@@ -94,8 +94,8 @@ class Handle:
         self.checked: tuple[Any, Any] = None, None
         """The answer whose parameters are known to be the model's own, and all of the model's."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        memo[id(self)] = made = Handle.__new__(Handle)
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
+        memo[id(self)] = made = LayerHook.__new__(LayerHook)
         made.__dict__.update(
             copy.deepcopy({**self.__dict__, "bare": None, "key": next(_KEYS)}, memo)
         )
@@ -139,7 +139,7 @@ class Handle:
         return self.rule is None and len(self.scopes) == 1 and hasattr(self.scopes[0], "enter")
 
     def _followed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return follow(self.path, self.keeper, plain_forward(module), args, kwargs)
+        return follow(self.path, self.grad_state, plain_forward(module), args, kwargs)
 
     def _private(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -151,7 +151,7 @@ class Handle:
             raise told.with_traceback(error.__traceback__) from error.__cause__
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        probe = self.keeper.calls.probe
+        probe = self.grad_state.calls.probe
         if probe is None and torch.is_grad_enabled():
             return apply_rule(self, module, args, kwargs)
         plain = plain_forward(module)
@@ -203,7 +203,9 @@ def _run(plain: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Bound:
-    def __init__(self, scope: Scope, handle: Handle, module: nn.Module, inner: Callable) -> None:
+    def __init__(
+        self, scope: ForwardWrapper, handle: LayerHook, module: nn.Module, inner: Callable
+    ) -> None:
         self._call = (scope, handle, module, inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,8 +217,8 @@ class _Bound:
 def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of every intercepted module; torch.compile traces it where its call is given taps, and
     else ends its graph."""
-    handle: Handle = getattr(self, ATTRIBUTE)
-    bare = handle.keeper.bare
+    handle: LayerHook = getattr(self, ATTRIBUTE)
+    bare = handle.grad_state.bare
     if bare.laid and len(args) == 1 and not kwargs:
         out = tapped.call(handle.key, self, args[0])
         if out is not None:
@@ -227,7 +229,7 @@ def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @disable_dynamo
-def _call(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _call(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     return handle.call(module, args, kwargs)
 
 
@@ -235,9 +237,9 @@ def _call(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> Any:
 @ends_graph
 def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that only opens the pass: its own code may be compiled."""
-    handle: Handle = getattr(self, ATTRIBUTE)
+    handle: LayerHook = getattr(self, ATTRIBUTE)
     scope = handle.scopes[0]
-    plain, loss = plain_forward(self), handle.keeper.model_loss
+    plain, loss = plain_forward(self), handle.grad_state.model_loss
     per_sample = plain if loss is None else loss.around(plain)
     entered = scope.enter(handle, self, per_sample, args, kwargs)  # type: ignore[attr-defined]
     with entered:
@@ -251,10 +253,10 @@ def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return entered.opening(out)
 
 
-def attach(module: nn.Module, handle: Handle) -> None:
+def attach(module: nn.Module, handle: LayerHook) -> None:
     """Intercept `module`."""
     forward = private_root_forward if handle.only_opens else private_forward
-    replace(module, shown_as(forward, module), handle.path, handle.keeper)
+    replace(module, shown_as(forward, module), handle.path, handle.grad_state)
     module.__dict__[ATTRIBUTE] = handle
 
 
@@ -264,17 +266,17 @@ def detach(module: nn.Module) -> None:
     module.__dict__.pop(ATTRIBUTE, None)
 
 
-def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def apply_rule(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Run a layer through its rule, recorded for the backward pass; or as it was, if it is open."""
-    rule, keeper = handle.rule, handle.keeper
+    rule, grad_state = handle.rule, handle.grad_state
     assert rule is not None
-    forward, opens = keeper.layer_forward(handle.path)
-    place: Place | None = _ROWS
+    forward, opens = grad_state.layer_forward(handle.path)
+    place: BatchAxis | None = _ROWS
     layout = forward.layout
     placed = forward.row_order is None and not rule.counts_rows
     if placed:
         if layout is None or not (layout.knows(handle.path) or forward.routings):
-            layout = keeper.calls.layout_with(handle.path, forward)
+            layout = grad_state.calls.layout_with(handle.path, forward)
         moved = handle.path not in layout.places and forward.routings
         if moved or handle.path in layout.open:
             return run_plain(module, *args, **kwargs)
@@ -289,7 +291,7 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         rows = forward.batch_size
         place = None if rows is None else layout.place_of(handle.path, x, rows, forward.lengths)
         if rows is not None and place is None and handle.path in layout.places:
-            keeper.calls.look_again(layout, forward, handle.path, x)
+            grad_state.calls.look_again(layout, forward, handle.path, x)
             if handle.path in layout.open:
                 return run_plain(module, *args, **kwargs)
         axis = rule.axis(module)
@@ -308,11 +310,11 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     if rule.counts_rows and forward.batch_size == len(x):
         forward.batch_size = out.shape[0]  # the model's first input was the flat ids of the bags
     if opens:
-        keeper.begins_with(forward, out)
+        grad_state.begins_with(forward, out)
     return out
 
 
-def _check_extra(handle: Handle, module: nn.Module, extra: Any) -> None:
+def _check_extra(handle: LayerHook, module: nn.Module, extra: Any) -> None:
     """Refuse a second input whose gradient would be lost: rules return that of one."""
     if any(isinstance(x, Tensor) and x.requires_grad for x in leaves_of(extra)):
         raise UnsupportedLayerError(
@@ -323,11 +325,11 @@ def _check_extra(handle: Handle, module: nn.Module, extra: Any) -> None:
 
 
 def _check_parameters(
-    handle: Handle, module: nn.Module, parameters: dict[str, nn.Parameter]
+    handle: LayerHook, module: nn.Module, parameters: dict[str, nn.Parameter]
 ) -> None:
-    """Refuse parameters that the book-keeper does not know, and weights computed elsewhere."""
+    """Refuse parameters that the gradient state does not know, and weights computed elsewhere."""
     assert handle.rule is not None
-    known, (checked, against) = handle.keeper.calls.known, handle.checked
+    known, (checked, against) = handle.grad_state.calls.known, handle.checked
     if checked is not parameters or against is not known:
         replaced = [name for name, p in parameters.items() if p not in known]
         if replaced:
@@ -350,7 +352,7 @@ def _check_parameters(
             )
 
 
-def _unsupported(handle: Handle, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
+def _unsupported(handle: LayerHook, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
     return UnsupportedLayerError(
         f"{where(handle.path, module)} is not supported: {error}; {HOW_TO_REGISTER}"
     )
@@ -382,8 +384,10 @@ class Method:
         path: of the module, in the model.
     """
 
-    def __init__(self, model: nn.Module, name: str, keeper: BookKeeper, path: str = "") -> None:
-        self.model, self.name, self.keeper = model, name, keeper
+    def __init__(
+        self, model: nn.Module, name: str, grad_state: GradientState, path: str = ""
+    ) -> None:
+        self.model, self.name, self.grad_state = model, name, grad_state
         self.path, self.called = path, f"{path}.{name}".lstrip(".")
         functools.update_wrapper(self, getattr(type(model), name))
 
@@ -398,7 +402,7 @@ class Method:
 
     @pass_over
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_exporting() or self.keeper.bare.traced(self.path):
+        if is_exporting() or self.grad_state.bare.traced(self.path):
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         return self._call(*args, **kwargs)
 
@@ -408,17 +412,23 @@ class Method:
         lightnings = str(plain.__func__.__module__).startswith(_LIGHTNING)
         if lightnings and self.name == "all_gather":
             self._check_gathering()
-        if self.keeper.calls.probe and lightnings:
+        if self.grad_state.calls.probe and lightnings:
             return None if self.name in _LOGS else plain(*args, **kwargs)
-        if self.keeper.depth:
+        if self.grad_state.depth:
             return plain(*args, **kwargs)
-        run: Any = plain if self.keeper.model_loss is None else self.keeper.model_loss.around(plain)
-        with self.keeper.calls.inside(self.called, self.model, run, args, kwargs) as returned:
+        run: Any = (
+            plain
+            if self.grad_state.model_loss is None
+            else self.grad_state.model_loss.around(plain)
+        )
+        with self.grad_state.calls.inside(self.called, self.model, run, args, kwargs) as returned:
             return returned(run(*args, **kwargs))
 
     def _check_gathering(self) -> None:
         """Refuse to let rows of one rank into another's loss, where none is clipped for both."""
-        if self.keeper.clipping.ranks is not None and self.keeper.calls.runs("training_step"):
+        if self.grad_state.clipping.ranks is not None and self.grad_state.calls.runs(
+            "training_step"
+        ):
             raise GraphError(
                 "self.all_gather in training_step hands rows of one rank to the loss of others, which "
                 "are clipped apart from them; log numbers with sync_dist=True, and let every row's loss "
@@ -436,17 +446,17 @@ def _signature(function: FunctionType) -> inspect.Signature:
     return found
 
 
-def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:
-    """Let the book-keeper know of calls of the methods of the model, or of a part of it."""
+def attach_methods(path: str, module: nn.Module, grad_state: GradientState) -> None:
+    """Let the gradient state know of calls of the methods of the model, or of a part of it."""
     for name in _methods(module):
-        module.__dict__[name] = Method(module, name, keeper, path)
+        module.__dict__[name] = Method(module, name, grad_state, path)
 
 
-def attach_part(path: str, module: nn.Module, keeper: BookKeeper) -> None:
-    """Let the book-keeper know of calls of a module that holds private layers."""
-    attach_methods(path, module, keeper)
-    replace(module, shown_as(_part_forward, module), path, keeper)
-    module.__dict__[_PART] = (path, keeper)
+def attach_part(path: str, module: nn.Module, grad_state: GradientState) -> None:
+    """Let the gradient state know of calls of a module that holds private layers."""
+    attach_methods(path, module, grad_state)
+    replace(module, shown_as(_part_forward, module), path, grad_state)
+    module.__dict__[_PART] = (path, grad_state)
 
 
 def detach_entries(module: nn.Module) -> None:
@@ -459,21 +469,23 @@ def detach_entries(module: nn.Module) -> None:
 
 @exports_as_it_was
 def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    path, keeper = getattr(self, _PART)
-    if keeper.bare.traced(path):
+    path, grad_state = getattr(self, _PART)
+    if grad_state.bare.traced(path):
         return run_plain(self, *args, **kwargs)
-    return _called_part(path, keeper, self, args, kwargs)
+    return _called_part(path, grad_state, self, args, kwargs)
 
 
 @ends_graph
-def _called_part(path: str, keeper: BookKeeper, self: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _called_part(
+    path: str, grad_state: GradientState, self: nn.Module, args: tuple, kwargs: dict
+) -> Any:
     plain = plain_forward(self)
-    if keeper.depth or keeper.calls.probe or keeper.recomputes:
-        return follow(path, keeper, plain, args, kwargs)
-    if not keeper.paused:
+    if grad_state.depth or grad_state.calls.probe or grad_state.recomputes:
+        return follow(path, grad_state, plain, args, kwargs)
+    if not grad_state.paused:
         check_given(path, self, args, kwargs)
-    run = plain if keeper.model_loss is None else keeper.model_loss.around(plain)
-    with keeper.calls.inside(f"{path}()", self, run, args, kwargs) as returned:
+    run = plain if grad_state.model_loss is None else grad_state.model_loss.around(plain)
+    with grad_state.calls.inside(f"{path}()", self, run, args, kwargs) as returned:
         return returned(run(*args, **kwargs))
 
 

@@ -42,7 +42,7 @@ class Mechanism:
     expected_batch_size: float
     """B, the public divisor of the noisy sums."""
     max_batch_size: int | None
-    max_rows_per_unit: int | None
+    max_samples_per_unit: int | None
     clipping: str
     """The strategy."""
     sensitivity: float
@@ -84,8 +84,8 @@ class Mechanism:
         drawn = f"{self.sampler}, {q}" + ("" if self.public_size else " (follows from N)")
         if self.max_batch_size is not None:
             drawn += f", at most {self.max_batch_size} {self.unit}s a step"
-        if self.max_rows_per_unit is not None:
-            drawn += f", at most {self.max_rows_per_unit} rows of each"
+        if self.max_samples_per_unit is not None:
+            drawn += f", at most {self.max_samples_per_unit} rows of each"
         if not self.sampled_independently:
             drawn += "; accounted without amplification"
             drawn += "" if self.sampler == STREAM else ", a pass as one step"

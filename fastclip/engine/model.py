@@ -16,7 +16,7 @@ from fastclip.accounting.ledger import Ledger
 from fastclip.accounting.steps import Spent, union
 from fastclip.backward.guards import arm, is_batch_norm, say_untrained
 from fastclip.backward.logical_batch import LogicalBatch
-from fastclip.backward.state import BookKeeper, follow_shards
+from fastclip.backward.state import GradientState, follow_shards
 from fastclip.core.compiler import is_one_graph, pass_over
 from fastclip.core.opacus_names import (
     OPACUS_MARK,
@@ -35,13 +35,13 @@ from fastclip.distributed.ranks import Ranks, whole_of
 from fastclip.engine import interception, validation
 from fastclip.engine.bare import may_be_bare
 from fastclip.engine.forward_wrapper import (
-    PartScope,
-    RecurrentScope,
-    RootScope,
-    SortedScope,
+    PartForwardWrapper,
+    RecurrentForwardWrapper,
+    RootForwardWrapper,
+    SortedForwardWrapper,
     call_root,
 )
-from fastclip.engine.interception import ATTRIBUTE, Handle, attach, detach
+from fastclip.engine.interception import ATTRIBUTE, LayerHook, attach, detach
 from fastclip.engine.own_forward import check_copied
 from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerError, say
 from fastclip.ops.noise import DrawnStates
@@ -124,8 +124,8 @@ def found_in(model: nn.Module) -> list[Trained]:
 # C. All is held weakly: an engine whose model was collected, or cleaned up, owns nothing.
 
 
-_FAST: WeakKeyDictionary[nn.Module, ref[BookKeeper]] = WeakKeyDictionary()
-"""Models that were intercepted, and their book-keepers."""
+_FAST: WeakKeyDictionary[nn.Module, ref[GradientState]] = WeakKeyDictionary()
+"""Models that were intercepted, and their gradient states."""
 _OPACUS: WeakSet[AbstractGradSampleHooks] = WeakSet()
 """What make_private returned in Opacus' modes."""
 _BATCH = "fastclip_batch"
@@ -148,9 +148,9 @@ def held_by(
     return trained, {p: name[own] for p, own in held if not p.requires_grad}
 
 
-def claim(model: nn.Module, keeper: BookKeeper) -> None:
-    """`model` is intercepted for `keeper`, which owns its parameters until it is retired."""
-    _FAST[model] = ref(keeper)
+def claim(model: nn.Module, grad_state: GradientState) -> None:
+    """`model` is intercepted for `grad_state`, which owns its parameters until it is retired."""
+    _FAST[model] = ref(grad_state)
 
 
 def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> None:
@@ -233,16 +233,18 @@ def _batches_of(again: Any, model: nn.Module) -> list[LogicalBatch]:
     found = [w for w in list(_OPACUS) if not inside.isdisjoint(owners(w._module))]
     if again is not None and again not in found:
         found.append(again)
-    batches = [w.keeper.batch if hasattr(w, "keeper") else w.__dict__.get(_BATCH) for w in found]
+    batches = [
+        w.grad_state.batch if hasattr(w, "grad_state") else w.__dict__.get(_BATCH) for w in found
+    ]
     return [batch for batch in batches if batch is not None and not batch.retired]
 
 
 def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any) -> str | None:
-    keeper = getattr(again, "keeper", None)
+    grad_state = getattr(again, "grad_state", None)
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         handle = module.__dict__.get(ATTRIBUTE)
-        if handle is not None and handle.keeper is not keeper:
+        if handle is not None and handle.grad_state is not grad_state:
             return (
                 f"{where} is private already: {_TWICE}; to go on with it pass the model that "
                 "make_private returned, in the same mode, or call cleanup() on that first"
@@ -253,8 +255,8 @@ def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: A
                     f"{where} is private already, by Opacus' {type(wrapper).__name__}: {_TWICE}; "
                     "call cleanup() on what make_private returned first"
                 )
-    for other in _keepers():
-        for p in other.names if other is not keeper else ():
+    for other in _grad_states():
+        for p in other.names if other is not grad_state else ():
             if p in parameters:
                 return (
                     f"parameter {parameters[p]!r} is also {other.names[p]!r} of another private "
@@ -272,11 +274,11 @@ def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: A
     return None
 
 
-def _keepers() -> Iterator[BookKeeper]:
+def _grad_states() -> Iterator[GradientState]:
     for held in list(_FAST.values()):
-        keeper = held()
-        if keeper is not None and not keeper.batch.retired:
-            yield keeper
+        grad_state = held()
+        if grad_state is not None and not grad_state.batch.retired:
+            yield grad_state
 
 
 def _opacus_engines(module: nn.Module) -> Iterator[AbstractGradSampleHooks]:
@@ -285,7 +287,7 @@ def _opacus_engines(module: nn.Module) -> Iterator[AbstractGradSampleHooks]:
         module,
         *(getattr(hook, "__self__", None) for hook in module._forward_hooks.values()),
     ):
-        if isinstance(found, AbstractGradSampleHooks) and not hasattr(found, "keeper"):
+        if isinstance(found, AbstractGradSampleHooks) and not hasattr(found, "grad_state"):
             yield found
 
 
@@ -301,12 +303,12 @@ FOLLOWED = "where it is used"
 """What the plan says of parameters without a layer's rule."""
 
 
-def install(model: nn.Module, keeper: BookKeeper) -> None:
+def install(model: nn.Module, grad_state: GradientState) -> None:
     """Intercept every trainable layer of `model`; on an error the model is left as it was.
 
     A compiled model stays compiled, in the regions between its private layers.
     """
-    check_free(model, keeper.names)
+    check_free(model, grad_state.names)
     check_copied(model)
     for path, module in model.named_modules():
         if is_compiled(module) and is_one_graph(module):
@@ -315,21 +317,21 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
                 "between compiled regions, which are parts of it; omit fullgraph"
             )
     try:
-        _Installer(uncompiled(bare(model)), keeper).run()
-        follow_shards(keeper)
-        arm(keeper)
+        _Installer(uncompiled(bare(model)), grad_state).run()
+        follow_shards(grad_state)
+        arm(grad_state)
     except Exception:
         uninstall(model)
         raise
-    say_untrained(keeper.others)
-    claim(model, keeper)
-    hold_back(keeper.clipping.ranks)
+    say_untrained(grad_state.others)
+    claim(model, grad_state)
+    hold_back(grad_state.clipping.ranks)
 
 
 def uninstall(model: nn.Module) -> None:
     """Give every module its own forward back and forget what the engine kept on parameters.
 
-    The optimizers of the book-keepers involved release nothing any more.
+    The optimizers of the gradient states involved release nothing any more.
     """
     for module in model.modules():
         interception.detach_entries(module)
@@ -337,9 +339,9 @@ def uninstall(model: nn.Module) -> None:
         handle = module.__dict__.get(ATTRIBUTE)
         if handle is not None:
             if any(True for _ in module.parameters(recurse=False)):
-                let_go([module], handle.keeper.batch)
-            handle.keeper.retire()
-            loss, handle.keeper.model_loss = handle.keeper.model_loss, None
+                let_go([module], handle.grad_state.batch)
+            handle.grad_state.retire()
+            loss, handle.grad_state.model_loss = handle.grad_state.model_loss, None
             if loss is not None:
                 loss.give_back(model)
             detach(module)
@@ -350,9 +352,9 @@ def uninstall(model: nn.Module) -> None:
 
 
 class _Installer:
-    def __init__(self, model: nn.Module, keeper: BookKeeper) -> None:
-        self.model, self.keeper = model, keeper
-        self.handles: dict[nn.Module, Handle] = {}
+    def __init__(self, model: nn.Module, grad_state: GradientState) -> None:
+        self.model, self.grad_state = model, grad_state
+        self.handles: dict[nn.Module, LayerHook] = {}
         self.owners: dict[nn.Parameter, int] = {}
 
     def run(self) -> None:
@@ -360,30 +362,32 @@ class _Installer:
         for path, module in self.model.named_modules():
             validation.write_out(module)
             if is_batch_norm(module):
-                self.keeper.batch_norms.append((path, module))
+                self.grad_state.batch_norms.append((path, module))
             if isinstance(module, DPRNNBase):
-                self._handle(path, module).scopes.append(RecurrentScope())
+                self._handle(path, module).scopes.append(RecurrentForwardWrapper())
             elif _own(module) or is_parametrized(module):
                 self._layer(path, module)
-        self._handle("", self.model).scopes.append(RootScope())
+        self._handle("", self.model).scopes.append(RootForwardWrapper())
         for module, handle in self.handles.items():
             if handle.rule is None:
-                interception.attach_methods(handle.path, module, self.keeper)
+                interception.attach_methods(handle.path, module, self.grad_state)
                 if module is not self.model:
-                    handle.scopes.append(PartScope())
+                    handle.scopes.append(PartForwardWrapper())
             attach(module, handle)
-        may_be_bare(self.keeper.bare, self.handles)
+        may_be_bare(self.grad_state.bare, self.handles)
         for path, module in self.model.named_modules():
             if self._is_part(module):
-                interception.attach_part(path, module, self.keeper)
-        self.keeper.calls.known = set(self.model.parameters())
-        ranks = self.keeper.clipping.ranks
+                interception.attach_part(path, module, self.grad_state)
+        self.grad_state.calls.known = set(self.model.parameters())
+        ranks = self.grad_state.clipping.ranks
         if ranks is None or ranks.shards is None:  # else a rank holds parts of parameters
-            own = self.keeper.names.keys() | self.keeper.frozen.keys()
-            self.keeper.others = {p: n for n, p in self.model.named_parameters() if p not in own}
+            own = self.grad_state.names.keys() | self.grad_state.frozen.keys()
+            self.grad_state.others = {
+                p: n for n, p in self.model.named_parameters() if p not in own
+            }
         for parameter, uses in self.owners.items():
             if uses > 1:
-                self.keeper.mark_shared(parameter)
+                self.grad_state.mark_shared(parameter)
 
     def _is_part(self, module: nn.Module) -> bool:
         """Runs private layers, and is none: called by itself, it may do anything to their rows."""
@@ -396,23 +400,23 @@ class _Installer:
         rule, own = find_rule(module), _own(module)
         self._claim(own)
         if isinstance(module, nn.RNNBase):
-            handle.scopes.append(SortedScope())
+            handle.scopes.append(SortedForwardWrapper())
         if rule is None:  # its parameters are followed wherever they are used
             for name in own:
-                self.keeper.plan_log.register(f"{path}.{name}".lstrip("."), FOLLOWED)
+                self.grad_state.plan_log.register(f"{path}.{name}".lstrip("."), FOLLOWED)
             return
         handle.rule = rule
         if isinstance(module, RNNLinear):
             for parameter in own.values():
-                self.keeper.mark_shared(parameter)
-        self.keeper.plan_log.register(path, rule.name)
+                self.grad_state.mark_shared(parameter)
+        self.grad_state.plan_log.register(path, rule.name)
 
     def _claim(self, own: dict[str, nn.Parameter]) -> None:
         for parameter in own.values():
             self.owners[parameter] = self.owners.get(parameter, 0) + 1
 
-    def _handle(self, path: str, module: nn.Module) -> Handle:
-        return self.handles.setdefault(module, Handle(path, self.keeper))
+    def _handle(self, path: str, module: nn.Module) -> LayerHook:
+        return self.handles.setdefault(module, LayerHook(path, self.grad_state))
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -432,17 +436,17 @@ class FastGradSampleModule(AbstractGradSampleModule):
 
     Args:
         m: the model.
-        keeper: its book-keeper.
+        grad_state: its gradient state.
         batch_first: as in make_private.
         loss_reduction: as in make_private.
     """
 
     def __init__(
-        self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
+        self, m: nn.Module, *, grad_state: GradientState, batch_first: bool = True,
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
-        attach_keeper(self, m, keeper, batch_first, loss_reduction)
+        attach_keeper(self, m, grad_state, batch_first, loss_reduction)
 
     @pass_over
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -474,14 +478,14 @@ class FastGradSampleModule(AbstractGradSampleModule):
         return super().load_state_dict(state_dict, *args, **options)
 
     def forbid_grad_accumulation(self) -> None:
-        self.keeper.batch.accumulation_allowed = False
+        self.grad_state.batch.accumulation_allowed = False
 
     def allow_grad_accumulation(self) -> None:
-        self.keeper.batch.accumulation_allowed = True
+        self.grad_state.batch.accumulation_allowed = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and, unless a split batch is being gathered, `p.summed_grad`."""
-        self.keeper.zero_grad()
+        self.grad_state.zero_grad()
         nn.Module.zero_grad(self, set_to_none)
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -504,10 +508,10 @@ class FastGradSampleHooks(AbstractGradSampleHooks):
     """The handle of wrap_model=False; `cleanup()` makes the model ordinary again."""
 
     def __init__(
-        self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
+        self, m: nn.Module, *, grad_state: GradientState, batch_first: bool = True,
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
-        attach_keeper(self, m, keeper, batch_first, loss_reduction)
+        attach_keeper(self, m, grad_state, batch_first, loss_reduction)
 
     forbid_grad_accumulation = FastGradSampleModule.forbid_grad_accumulation
     allow_grad_accumulation = FastGradSampleModule.allow_grad_accumulation
@@ -523,12 +527,12 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def attach_keeper(
-    owner: Any, m: nn.Module, keeper: BookKeeper, batch_first: bool, loss_reduction: str
+    owner: Any, m: nn.Module, grad_state: GradientState, batch_first: bool, loss_reduction: str
 ) -> None:
-    """`m` becomes private for this book-keeper, and `owner` is what a program holds of it."""
-    install(m, keeper)
-    keeper.trace.know(m)
-    owner.keeper = keeper
+    """`m` becomes private for this gradient state, and `owner` is what a program holds of it."""
+    install(m, grad_state)
+    grad_state.trace.know(m)
+    owner.grad_state = grad_state
     owner.batch_first = batch_first
     owner.loss_reduction = loss_reduction
     owner.grad_accumulation_hook = None

@@ -27,7 +27,7 @@ from fastclip.distributed.processes import bare, uncompiled
 from fastclip.errors import GraphError, say
 
 if TYPE_CHECKING:
-    from fastclip.backward.state import BookKeeper
+    from fastclip.backward.state import GradientState
 
 _MEANS = {f: inspect.signature(f) for f in (F.cross_entropy, F.nll_loss)}
 """Losses whose mean divides by the labels that count, or by their weights."""
@@ -43,9 +43,12 @@ def replace_losses(model: Any, criterion: Any = None) -> None:
     Args:
         model: what make_private returns. criterion: left alone, if it is no module with a `reduction`.
     """
-    keeper, own = model.keeper, uncompiled(bare(model._module))
-    keeper.model_loss, keeper.calls.replaces_losses = ModelLoss(keeper, type(own).__name__), True
-    keeper.model_loss.replace(own, criterion)
+    grad_state, own = model.grad_state, uncompiled(bare(model._module))
+    grad_state.model_loss, grad_state.calls.replaces_losses = (
+        ModelLoss(grad_state, type(own).__name__),
+        True,
+    )
+    grad_state.model_loss.replace(own, criterion)
 
 
 class ModelLoss:
@@ -54,11 +57,11 @@ class ModelLoss:
     Evaluation (torch.no_grad) keeps the model's own loss.
 
     Args:
-        keeper: knows how many samples run. name: the model's class, for messages.
+        grad_state: knows how many samples run. name: the model's class, for messages.
     """
 
-    def __init__(self, keeper: BookKeeper, name: str) -> None:
-        self._keeper, self._name = keeper, name
+    def __init__(self, grad_state: GradientState, name: str) -> None:
+        self._grad_state, self._name = grad_state, name
         self._mask: Any = None
         """Of the running call, if labels are positions: 0 where a sample is padded, [b, t]."""
         self._within = 0
@@ -102,7 +105,7 @@ class ModelLoss:
 
     def inside_function(self, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a loss_function."""
-        kwargs, given = self.without_count(kwargs), self._keeper.forward.inputs
+        kwargs, given = self.without_count(kwargs), self._grad_state.forward.inputs
         of_call = {} if self._mask is not None or given is None else given[1]
         self._within += 1
         try:
@@ -150,10 +153,10 @@ class ModelLoss:
         return (losses.sum(1) / counted).mean()
 
     def _rows(self) -> int | None:
-        keeper = self._keeper
-        if keeper.calls.probe is not None:
-            return keeper.calls.probe.rows
-        return (keeper.running_forward() or keeper.forward).batch_size
+        grad_state = self._grad_state
+        if grad_state.calls.probe is not None:
+            return grad_state.calls.probe.rows
+        return (grad_state.running_forward() or grad_state.forward).batch_size
 
     def _without_padding(self, asked: dict[str, Any]) -> None:
         """Padding is no answer: what a sample loses to it would follow from the batch's longest one."""

@@ -18,7 +18,7 @@ from fastclip.accounting import NoiseLevels
 from fastclip.backward.guards import check_alone
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss import ScaledLoss, is_scaled
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.clipping.policy import split_refused
 from fastclip.core.compiler import disable_dynamo
 from fastclip.distributed.ranks import whole_of
@@ -220,7 +220,7 @@ class FastDPOptimizer(DPOptimizer):
 
     Args:
         optimizer: the inner optimizer.
-        keeper: book-keeper of the private model.
+        grad_state: gradient state of the private model.
         noise_multiplier: the total sigma, that of the first step where a schedule changes it.
         expected_batch_size: B.
         loss_reduction: "mean" divides by B.
@@ -229,12 +229,12 @@ class FastDPOptimizer(DPOptimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, keeper: BookKeeper, noise_multiplier: float,
+        self, optimizer: torch.optim.Optimizer, *, grad_state: GradientState, noise_multiplier: float,
         expected_batch_size: float | None, loss_reduction: str = "mean",
         generator: torch.Generator | None = None, secure_mode: bool = False,
     ) -> None:  # fmt: skip
-        self.keeper, self.hooks = keeper, StepHooks(keeper.batch)
-        if keeper.clipping.strategy.threshold.count_noise_ratio and not expected_batch_size:
+        self.grad_state, self.hooks = grad_state, StepHooks(grad_state.batch)
+        if grad_state.clipping.strategy.threshold.count_noise_ratio and not expected_batch_size:
             raise ArgumentError(
                 "a strategy that counts expects expected_batch_size > 0, the public denominator of "
                 f"its fractions, got {expected_batch_size!r}"
@@ -245,25 +245,25 @@ class FastDPOptimizer(DPOptimizer):
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
         self._gate = gate_of(self.original_optimizer)
-        self._gate.keeper = weakref.ref(keeper)
+        self._gate.grad_state = weakref.ref(grad_state)
         # sigma_1, whatever the schedule's first factor is
-        keeper.clipping.first_multiplier = noise_multiplier
-        check_alike(keeper, optimizer, loss_reduction=loss_reduction, secure_mode=secure_mode)
+        grad_state.clipping.first_multiplier = noise_multiplier
+        check_alike(grad_state, optimizer, loss_reduction=loss_reduction, secure_mode=secure_mode)
 
-    # Kept by the model's book-keeper
+    # Kept by the model's gradient state
 
-    @held("keeper.clipping.noise_multiplier")
+    @held("grad_state.clipping.noise_multiplier")
     def noise_multiplier(self) -> float:
         """Total sigma of the next real step; what the accountant records.
 
         Setting it takes effect at the next real step; a schedule goes on from the value set.
         """
 
-    @read("keeper.clipping.levels")
+    @read("grad_state.clipping.levels")
     def noise_levels(self) -> NoiseLevels:
         """Noise multipliers of the next real step: total, of the gradients, of the counts."""
 
-    @held("keeper.clipping.expected_batch_size")
+    @held("grad_state.clipping.expected_batch_size")
     def expected_batch_size(self) -> float | None:
         """B, the public denominator of the gradients and of the counts."""
 
@@ -275,18 +275,18 @@ class FastDPOptimizer(DPOptimizer):
         sensitivity at which it was clipped. A per-layer strategy takes a list, or a number to which
         all thresholds are rescaled together; those of groups keep their ratios.
         """
-        return self.keeper.clipping.max_grad_norm
+        return self.grad_state.clipping.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float] | None) -> None:
-        if value is not None:  # the base class's constructor: the book-keeper has it already
-            self.keeper.clipping.max_grad_norm = value  # type: ignore[assignment]
+        if value is not None:  # the base class's constructor: the gradient state has it already
+            self.grad_state.clipping.max_grad_norm = value  # type: ignore[assignment]
 
-    @read("keeper.clipping.max_grad_norms")
+    @read("grad_state.clipping.max_grad_norms")
     def max_grad_norms(self) -> list[float]:
         """The thresholds of a per-layer strategy, in the order of the parameters."""
 
-    @shown("keeper.clipping.current.threshold")
+    @shown("grad_state.clipping.current.threshold")
     def threshold(self) -> Tensor:
         """What the norms of the current (or last) logical batch are compared with.
 
@@ -295,27 +295,27 @@ class FastDPOptimizer(DPOptimizer):
         noise follows from the one that rows were clipped at.
         """
 
-    @shown("keeper.clipping.current.weights")
+    @shown("grad_state.clipping.current.weights")
     def group_weights(self) -> Tensor | None:
         """theta_k of the current (or last) logical batch, [k], where a strategy reweights groups."""
 
     @property
     def sensitivity(self) -> Tensor:
         """L2 sensitivity S of the sum at which its noise is scaled, a scalar."""
-        return self.keeper.clipping.sensitivity().clone()
+        return self.grad_state.clipping.sensitivity().clone()
 
-    @read("keeper.per_sample_norms")
+    @read("grad_state.per_sample_norms")
     def per_sample_norms(self) -> Tensor | None:
         """Raw norms [rows, or units] of the last backward. For debugging; NOT private."""
 
-    @held("keeper.monitor.enabled")
+    @held("grad_state.monitor.enabled")
     def warn_of_non_finite(self) -> bool:
         """Warn once, in a backward pass, if a sample's gradient is not finite; False.
 
         For debugging; NOT private: the warning tells something about one row.
         """
 
-    @shown("keeper.clipping.noisy_counts")
+    @shown("grad_state.clipping.noisy_counts")
     def noisy_counts(self) -> Tensor | None:
         """Noisy counts of the last real step; None before it, or where nothing is counted.
 
@@ -327,11 +327,11 @@ class FastDPOptimizer(DPOptimizer):
     def accumulated_iterations(self) -> int:
         """Batches that the current (or last) step consumes: scales the sampling rate."""
 
-    @read("keeper.batch")
+    @read("grad_state.batch")
     def batch(self) -> LogicalBatch:
         """The state of what the next real step releases."""
 
-    @held("keeper.clipping.noise")
+    @held("grad_state.clipping.noise")
     def _source(self) -> NoiseSource: ...
 
     @property
@@ -362,8 +362,8 @@ class FastDPOptimizer(DPOptimizer):
             self.batch.step(skip=False)
         parameters, batches = self.params, self.accumulated_iterations
         divisor, record = divisor_of(self, batches), partial(self.hooks.record, self)
-        gradients = noisy_gradients(self.keeper, parameters, batches, divisor, record)
-        self.keeper.penalties.add_to(parameters, gradients)
+        gradients = noisy_gradients(self.grad_state, parameters, batches, divisor, record)
+        self.grad_state.penalties.add_to(parameters, gradients)
         keep_only(self, ())
         release_to(parameters, gradients)
 
@@ -377,17 +377,17 @@ class FastDPOptimizer(DPOptimizer):
         Raises:
             StepError: between backward() and step() of a split batch.
         """
-        self.keeper.zero_grad()
+        self.grad_state.zero_grad()
         self.original_optimizer.zero_grad(set_to_none)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates."""
         self.batch.last_was_real = False
-        self.keeper.trace.over()
+        self.grad_state.trace.over()
         if not (parameters := self.params):
             keep_only(self, ())
             return True
-        ranks, known = self.keeper.clipping.ranks, set(map(id, self.keeper.names))
+        ranks, known = self.grad_state.clipping.ranks, set(map(id, self.grad_state.names))
         whole = parameters if ranks is None else [whole_of(ranks, p) for p in parameters]
         unknown = {*map(id, whole)} - known
         if unknown:
@@ -396,14 +396,14 @@ class FastDPOptimizer(DPOptimizer):
                 "make_private, so their gradients are not clipped; call make_private again"
             )
         if not self.batch.retired:
-            _take_no_samples(self.keeper, parameters)
-            check_alone(self.keeper.names)
+            _take_no_samples(self.grad_state, parameters)
+            check_alone(self.grad_state.names)
         self._is_last_step_skipped = skip = self.batch.next_skip()
         self.batch.step(skip=skip)
         if skip:
-            self.keeper.penalties.part_is_over()
+            self.grad_state.penalties.part_is_over()
             return False
-        state, before = self.keeper.clipping, self.keeper.clipping.snapshot()
+        state, before = self.grad_state.clipping, self.grad_state.clipping.snapshot()
         self.releasing = True
         try:
             self.add_noise()
@@ -426,7 +426,7 @@ class FastDPOptimizer(DPOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        with self.keeper.trace.aside():
+        with self.grad_state.trace.aside():
             if not self.pre_step():
                 return None
             self._gate.open = True
@@ -438,7 +438,7 @@ class FastDPOptimizer(DPOptimizer):
         For where a loop over a BatchMemoryManager is left before its end, or one of its physical
         batches is skipped. Nothing of it is released, so it costs nothing.
         """
-        self.keeper.discard()
+        self.grad_state.discard()
         keep_only(self, ())
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -447,7 +447,7 @@ class FastDPOptimizer(DPOptimizer):
         Raises:
             StepError: for strategies that must see the whole logical batch before they clip it.
         """
-        policy = self.keeper.clipping.strategy.threshold
+        policy = self.grad_state.clipping.strategy.threshold
         if do_skip and policy.same_step:
             raise StepError(split_refused(type(policy).__name__))
         self.batch.signal(do_skip)
@@ -458,7 +458,7 @@ class FastDPOptimizer(DPOptimizer):
         Never the generator, the noise multiplier or anything of raw data.
         """
         saved = super().state_dict()
-        state = self.keeper.clipping.state_dict()
+        state = self.grad_state.clipping.state_dict()
         return saved if state is None else {**saved, STATE: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -468,19 +468,19 @@ class FastDPOptimizer(DPOptimizer):
             ArgumentError: if it holds the thresholds of another strategy; nothing is loaded.
         """
         inner = dict(state_dict)
-        self.keeper.clipping.load_state_dict(inner.pop(STATE, None), self.batch.fresh)
+        self.grad_state.clipping.load_state_dict(inner.pop(STATE, None), self.batch.fresh)
         super().load_state_dict(inner)
 
 
-def _take_no_samples(keeper: BookKeeper, parameters: list[nn.Parameter]) -> None:
+def _take_no_samples(grad_state: GradientState, parameters: list[nn.Parameter]) -> None:
     """A loop gives all parameters a `grad_sample` of no samples, and runs no pass: Opacus' way of an
     empty batch that its model does not take."""
     given = (p.__dict__.get("grad_sample") for p in parameters)
     none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
-    if none and keeper.clipping.ranks is None:
+    if none and grad_state.clipping.ranks is None:
         for p in parameters:
             p.grad_sample = None  # type: ignore[attr-defined]
-        keeper.contribute_none()
+        grad_state.contribute_none()
 
 
 # -------------------------------------------------------------------------------------------------

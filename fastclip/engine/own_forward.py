@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.core.compiler import as_written, disable_dynamo, is_exporting, pass_over
 from fastclip.core.torch_names import called_with
 from fastclip.errors import BatchSizeError, UnsupportedLayerError, where
@@ -55,28 +55,28 @@ class Own:
     """What a module had as `forward`. A copy of the module has one that runs the copy.
 
     Args:
-        path: of the module in the model of `keeper`.
+        path: of the module in the model of `grad_state`.
     """
 
-    def __init__(self, forward: Any, path: str, keeper: BookKeeper) -> None:
-        self.forward, self.path, self.keeper = forward, path, keeper
+    def __init__(self, forward: Any, path: str, grad_state: GradientState) -> None:
+        self.forward, self.path, self.grad_state = forward, path, grad_state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Own:
         """
         Raises:
             UnsupportedLayerError: what is copied as it is, a function, runs the original.
         """
-        if _runs(self.forward, self.keeper.calls.known):
+        if _runs(self.forward, self.grad_state.calls.known):
             raise UnsupportedLayerError(
                 f"{where(self.path)}: the function that was set as its forward holds the model itself, "
                 "so a copy would run this model. Set types.MethodType(function, module), whose copy "
                 "has the copied module"
             )
-        given = copy.deepcopy(self.forward, memo), self.path, copy.deepcopy(self.keeper, memo)
+        given = copy.deepcopy(self.forward, memo), self.path, copy.deepcopy(self.grad_state, memo)
         return Own(*given)
 
 
-def replace(module: nn.Module, forward: MethodType, path: str, keeper: BookKeeper) -> None:
+def replace(module: nn.Module, forward: MethodType, path: str, grad_state: GradientState) -> None:
     """Make this the module's forward; one that was set on the object is kept.
 
     Raises:
@@ -89,7 +89,7 @@ def replace(module: nn.Module, forward: MethodType, path: str, keeper: BookKeepe
                 f"{where(path, module)} has had its forward replaced by fastclip already; pass the "
                 "original model"
             )
-        held[OWN] = Own(held["forward"], path, keeper)
+        held[OWN] = Own(held["forward"], path, grad_state)
     held["forward"] = forward
 
 
@@ -253,10 +253,10 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def follow(
-    path: str, keeper: BookKeeper, inner: Callable[..., Any], args: tuple, kwargs: dict
+    path: str, grad_state: GradientState, inner: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
     """Run a module that is no private layer; where it moves rows, their owners will be told."""
-    probe = keeper.calls.probe
+    probe = grad_state.calls.probe
     if probe is not None:
         if any(is_private(x) for x in leaves_of((args, kwargs))):
             probe.layout.users.add(path)
@@ -271,7 +271,7 @@ def follow(
         return out
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    forward = keeper.running_forward()
+    forward = grad_state.running_forward()
     if forward is not None and forward.layout is not None and path in forward.layout.users:
         inner = partial(eagerly, inner)
     if forward is None or forward.layout is None or forward.batch_size is None:

@@ -15,11 +15,12 @@ from opacus.accountants import IAccountant
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fastclip._moved import lifted, new_keywords
 from fastclip.accounting.checkpoint import RunState, load_checkpoint, save_checkpoint
 from fastclip.accounting.epsilon import epsilon, open_accountant, spent
 from fastclip.accounting.ledger import Ledger, keep_ledger, succeeding
 from fastclip.accounting.ledger_file import keep_in_file
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.clipping import Clipping
 from fastclip.clipping.resolve import named
 from fastclip.core.building import compile_missing
@@ -49,8 +50,8 @@ from fastclip.engine.run import (
 )
 from fastclip.engine.step import Step, make_step
 from fastclip.engine.validation import compatible
-from fastclip.errors import ArgumentTypeError, StepError
-from fastclip.ops.planner import Plan, Planner
+from fastclip.errors import ArgumentTypeError, StepError, say
+from fastclip.ops.planner import NormPlan, Planner
 from fastclip.ops.random import require_cipher
 from fastclip.trace.findings import Proof
 
@@ -109,7 +110,7 @@ class FastPrivacyEngine(PrivacyEngine):
         grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
         sample_rate: float | None = None, expected_batch_size: float | None = None,
         max_batch_size: int | None = None, unit_ids: Any = None,
-        max_rows_per_unit: int | None = None, unit_reduction: str = "mean", views: int = 1,
+        max_samples_per_unit: int | None = None, unit_reduction: str = "mean", views: int = 1,
         model_loss: str = "own", **kwargs: Any,
     ) -> tuple:  # fmt: skip
         """Make model, optimizer and data loader private.
@@ -147,7 +148,7 @@ class FastPrivacyEngine(PrivacyEngine):
                 accountant="pld" accounts for. None: as many as are drawn.
             unit_ids: whose every row of the data set is, [rows]: a tensor, list, array, or the name of
                 a column. Then all is said of units (patients), not of rows: q, B, clipping, epsilon.
-            max_rows_per_unit: rows of a unit that a step takes at most, drawn at random; None: all.
+            max_samples_per_unit: rows of a unit that a step takes at most, drawn at random; None: all.
             unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
             model_loss: "per_sample" replaces mean cross entropies inside the model (a loss that
                 transformers computes of labels), and in a criterion that is a module with a
@@ -170,7 +171,7 @@ class FastPrivacyEngine(PrivacyEngine):
         (else, and for poisson_sampling=False: one that is zeroed out, N being public).
         `mechanism()` says all of it.
         """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments = lifted({name: value for name, value in locals().items() if name != "self"})
         check_reached(self, FastPrivacyEngine)
         mechanism = self.accountant.mechanism()
         request = PrivacyRequest.checked(self.secure_mode, mechanism, **arguments)
@@ -179,7 +180,7 @@ class FastPrivacyEngine(PrivacyEngine):
             if request.fast:
                 compile_missing()
                 made, releases = make_fast(request, making, planner=self._planner, **ours)
-                run = PrivateRun.of(made[0].keeper, releases, made[-1], request.planned)
+                run = PrivateRun.of(made[0].grad_state, releases, made[-1], request.planned)
                 self._runs = [*(each for each in self._runs if each.counts), run]
             else:
                 made = make_by_opacus(request, making, **ours)
@@ -211,7 +212,7 @@ class FastPrivacyEngine(PrivacyEngine):
         """
         validation.check_loader(data_loader)
         validation.check_budget(target_epsilon, target_delta, epochs)
-        clipping, options = named(clipping, options)
+        clipping, options = named(clipping, new_keywords(options))
         drawn = {name: options[name] for name in SAMPLING if name in options}
         design = self.plan_sampling(data_loader, **drawn)
         self._check_delta("make_private_with_epsilon", target_delta, design)
@@ -266,7 +267,7 @@ class FastPrivacyEngine(PrivacyEngine):
         """Warn, once an engine, of a delta that lets a run publish one whole sample of N."""
         self._warned_of_delta = self._warned_of_delta or says_too_much(call, delta, design)
 
-    def row_epsilon(self, delta: float, rate: float | Tensor) -> float:
+    def sample_epsilon(self, delta: float, rate: float | Tensor) -> float:
         """Epsilon, so far, for a row of the last model made private that is drawn with its own rate.
 
         Formal guarantee: as of `get_epsilon`, for neighbours that differ in this row. Steps of other
@@ -281,6 +282,11 @@ class FastPrivacyEngine(PrivacyEngine):
         """
         entries = self._last_run().releases.at_rate(self.accountant.history, rate)
         return epsilon(entries, delta, self.accountant.mechanism())
+
+    def row_epsilon(self, delta: float, rate: float | Tensor) -> float:
+        """The old name of `sample_epsilon`."""
+        say("engine.row_epsilon has another name: use sample_epsilon.", DeprecationWarning)
+        return self.sample_epsilon(delta, rate)
 
     def mechanism(self, *, delta: float | None = None, epochs: float | None = None) -> Mechanism:
         """What the last model made private guarantees, said exactly; print it, or `as_json()`.
@@ -319,11 +325,11 @@ class FastPrivacyEngine(PrivacyEngine):
         Raises:
             ArgumentError, ArgumentTypeError: it would refuse to.
         """
-        request = Request(poisson_sampling=poisson_sampling, **sampling)
+        request = Request(poisson_sampling=poisson_sampling, **new_keywords(sampling))
         plan = checked_plan(data_loader, request, secure=self.secure_mode, distributed=True)
         return plan.design
 
-    def plan(self) -> Plan:
+    def plan(self) -> NormPlan:
         """The trainable layers, how each one's norm is computed, and what it holds; print it.
 
         Shapes and methods are those of the last backward pass of the last model made private.
@@ -371,7 +377,7 @@ class FastPrivacyEngine(PrivacyEngine):
         return explain(
             Setup(
                 module, optimizer, data_loader, criterion, delta, loss_reduction, self.secure_mode,
-                batch, {"poisson_sampling": poisson_sampling, **sampling},
+                batch, {"poisson_sampling": poisson_sampling, **new_keywords(sampling)},
             )
         )  # fmt: skip
 
@@ -390,7 +396,7 @@ class FastPrivacyEngine(PrivacyEngine):
         Raises:
             ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
         """
-        set_groups(self._keepers(), ids, module)
+        set_groups(self._grad_states(), ids, module)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -401,8 +407,8 @@ class FastPrivacyEngine(PrivacyEngine):
         parameters receive none.
         """
         with ExitStack() as stack:
-            for keeper in self._keepers():
-                stack.enter_context(keeper.pause())
+            for grad_state in self._grad_states():
+                stack.enter_context(grad_state.pause())
             yield
 
     def make_step(
@@ -437,9 +443,11 @@ class FastPrivacyEngine(PrivacyEngine):
             ArgumentError: for another model, samples that do not lie along axis 0, or both cuda_graph
                 and compile.
         """
-        keepers = [keeper for run in self._runs if (keeper := run.keeper) is not None]
+        grad_states = [
+            grad_state for run in self._runs if (grad_state := run.grad_state) is not None
+        ]
         return make_step(
-            keepers, model, loss_function, physical_batch=physical_batch, cuda_graph=cuda_graph,
+            grad_states, model, loss_function, physical_batch=physical_batch, cuda_graph=cuda_graph,
             compile=compile,
         )  # fmt: skip
 
@@ -664,7 +672,7 @@ class FastPrivacyEngine(PrivacyEngine):
             )
         return self._runs[-1]
 
-    def _keepers(self) -> list[BookKeeper]:
+    def _grad_states(self) -> list[GradientState]:
         """Of the models that are private, and in use."""
         self._last_run()
-        return [keeper for run in self._runs if (keeper := run.keeper) is not None]
+        return [grad_state for run in self._runs if (grad_state := run.grad_state) is not None]

@@ -17,7 +17,7 @@ from fastclip import ops
 from fastclip.accounting.steps import saved_entries
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch, State
-from fastclip.backward.state import BookKeeper, ShardedSums
+from fastclip.backward.state import GradientState, ShardedSums
 from fastclip.core.opacus_names import OPACUS_MARK
 from fastclip.distributed import ranks as release
 from fastclip.distributed.ranks import Ranks, whole_of
@@ -42,7 +42,7 @@ def released(
 
 
 def noisy_gradients(
-    keeper: BookKeeper, parameters: Sequence[nn.Parameter], batches: int, divisor: float,
+    grad_state: GradientState, parameters: Sequence[nn.Parameter], batches: int, divisor: float,
     record: Callable[[], None],
 ) -> list[Tensor]:  # fmt: skip
     """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter; over all ranks that train.
@@ -55,8 +55,8 @@ def noisy_gradients(
         ArgumentError: for a noise multiplier that no noise has.
         StepError: the sums are not what was clipped, or the ranks are not in one step.
     """
-    state = keeper.clipping
-    std, given = _noise_std(state), keeper.sums
+    state = grad_state.clipping
+    std, given = _noise_std(state), grad_state.sums
     if state.ranks is None:
         take = partial(given.take_all, parameters)
         return released(parameters, take, record, std, divisor, state.noise)
@@ -69,7 +69,7 @@ def noisy_gradients(
     else:
         told["noise_std"] = std
     whole = [whole_of(state.ranks, p) for p in parameters]
-    told |= names_told(keeper.names.get(p, "") for p in whole)
+    told |= names_told(grad_state.names.get(p, "") for p in whole)
     state.ranks.in_step(**told)
     rest: Any = parameters, std, divisor, state.noise
     if isinstance(given, ShardedSums):
@@ -83,7 +83,7 @@ def divisor_of(optimizer: Any, batches: int) -> float:
     return float(optimizer.expected_batch_size) * batches if mean else 1.0
 
 
-def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
+def check_alike(grad_state: GradientState, optimizer: Any, **settings: Any) -> None:
     """All ranks that train are about to train the same model, in the same way; one process is.
 
     The settings of the inner `optimizer` are compared in every step.
@@ -91,11 +91,11 @@ def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
     Raises:
         ArgumentError: naming what differs.
     """
-    state = keeper.clipping
+    state = grad_state.clipping
     if state.ranks is None:
         return
     agree_to_train(
-        state.ranks, optimizer, keeper.names, noise_multiplier=state.first_multiplier,
+        state.ranks, optimizer, grad_state.names, noise_multiplier=state.first_multiplier,
         max_grad_norm=[value.tolist() for value in state.next.tensors().values()],
         clipping=re.sub(r" at 0x[0-9a-f]+", "", repr(state.strategy)), **settings,
     )  # fmt: skip
@@ -171,15 +171,15 @@ class Gate:
         self.open = False
         self.passing = False
         """The step that it was open for runs."""
-        self.keeper: Callable[[], BookKeeper | None] = lambda: None
+        self.grad_state: Callable[[], GradientState | None] = lambda: None
         """Of the fast mode: whose sums are to be released first, while it is alive."""
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.open, self.passing = False, self.open
         if self.passing:
             return
-        keeper = self.keeper()
-        if keeper is not None and keeper.batch.state in _UNRELEASED:
+        grad_state = self.grad_state()
+        if grad_state is not None and grad_state.batch.state in _UNRELEASED:
             raise StepError(
                 f"step() of {type(optimizer).__name__} was called on a private model, whose gradients "
                 "it would not find; call step() of the optimizer that make_private returned, or "

@@ -20,7 +20,7 @@ from fastclip.accounting.steps import Entry
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss import check_coupling, check_criterion
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.clipping.resolve import named
 from fastclip.core.checks import between, not_negative, positive
@@ -39,7 +39,7 @@ from fastclip.engine.model_loss import replace_losses
 from fastclip.engine.optimizer import FastDPOptimizer
 from fastclip.engine.release import account_with
 from fastclip.errors import ArgumentError, say
-from fastclip.ops.planner import Plan, PlanLog, Planner
+from fastclip.ops.planner import NormPlan, PlanLog, Planner
 from fastclip.trace.findings import TraceLog
 
 # -------------------------------------------------------------------------------------------------
@@ -187,36 +187,40 @@ class PrivateRun:
     batch: LogicalBatch
     plan_log: PlanLog
     looks: Sequence[object]
-    """Of the calls of its book-keeper, which these belong to."""
+    """Of the calls of its gradient state, which these belong to."""
     trace_log: TraceLog
     planned: Afforded | None
     """Its noise multiplier, where that was found for a budget."""
-    held: ref[BookKeeper]
+    held: ref[GradientState]
     """By the model and its optimizer."""
     loader: ref[DataLoader]
 
     @classmethod
     def of(
-        cls, keeper: BookKeeper, releases: Releases, loader: DataLoader, planned: Afforded | None
+        cls,
+        grad_state: GradientState,
+        releases: Releases,
+        loader: DataLoader,
+        planned: Afforded | None,
     ) -> PrivateRun:
         """Of a model that has just been made private."""
         return cls(
-            releases.design, releases, keeper.clipping, keeper.batch, keeper.plan_log,
-            keeper.calls.looks, keeper.trace.log, planned, ref(keeper), ref(loader),
+            releases.design, releases, grad_state.clipping, grad_state.batch, grad_state.plan_log,
+            grad_state.calls.looks, grad_state.trace.log, planned, ref(grad_state), ref(loader),
         )  # fmt: skip
 
     @property
-    def keeper(self) -> BookKeeper | None:
-        """The book-keeper, while anybody has the model or its optimizer, and it is private."""
-        keeper = self.held()
-        return None if keeper is None or self.batch.retired else keeper
+    def grad_state(self) -> GradientState | None:
+        """The gradient state, while anybody has the model or its optimizer, and it is private."""
+        grad_state = self.held()
+        return None if grad_state is None or self.batch.retired else grad_state
 
     @property
     def counts(self) -> bool:
         """It goes on; or what it has released, without a cleanup(), is a part of the claim."""
-        return self.keeper is not None or bool(self.releases.steps and not self.batch.retired)
+        return self.grad_state is not None or bool(self.releases.steps and not self.batch.retired)
 
-    def plan(self) -> Plan:
+    def plan(self) -> NormPlan:
         """How norms are computed."""
         return self.plan_log.plan(self.looks)
 
@@ -261,7 +265,7 @@ def mechanism_of(
         sample_rate=design.rate, sampled_independently=design.poisson,
         public_size=design.public, units=None if hidden else design.units or None,
         expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
-        max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
+        max_samples_per_unit=design.max_samples_per_unit, clipping=state.strategy.kind,
         sensitivity=run.sensitivity(), noise=state.levels,
         schedule=str(state.strategy.noise), taken=tuple(ledger.history), planned=whole,
         accountant=accountant, delta=delta, epsilon=None if delta is None else spent(delta),
@@ -312,16 +316,20 @@ def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
     return True
 
 
-def set_groups(keepers: Sequence[BookKeeper], ids: Tensor, module: Any) -> None:
-    """`FastPrivacyEngine.set_groups`, of one of the models that have these book-keepers."""
+def set_groups(grad_states: Sequence[GradientState], ids: Tensor, module: Any) -> None:
+    """`FastPrivacyEngine.set_groups`, of one of the models that have these gradient states."""
     if module is not None:
-        keepers = [keeper for keeper in keepers if keeper is getattr(module, "keeper", None)]
-    if len(keepers) != 1:
+        grad_states = [
+            grad_state
+            for grad_state in grad_states
+            if grad_state is getattr(module, "grad_state", None)
+        ]
+    if len(grad_states) != 1:
         raise ArgumentError(
-            f"set_groups expects the private model that it speaks of: {len(keepers)} models of this "
+            f"set_groups expects the private model that it speaks of: {len(grad_states)} models of this "
             "engine come into question; pass module=, the model that make_private returned"
         )
-    keepers[0].clipping.set_groups(ids, 0 in keepers[0].batch.in_hand())
+    grad_states[0].clipping.set_groups(ids, 0 in grad_states[0].batch.in_hand())
 
 
 # -------------------------------------------------------------------------------------------------
@@ -346,7 +354,7 @@ def make_fast(
     def own() -> PrivateModel:
         with unwrapped(request.module) as module:
             made = _intercepted(request, module, ledger(), planner, validate)
-        making.undo.push(partial(refuse, made.keeper.clipping.ranks))
+        making.undo.push(partial(refuse, made.grad_state.clipping.ranks))
         making.undo.callback(made.cleanup)
         return made
 
@@ -354,18 +362,18 @@ def make_fast(
         MODEL, own, request.module, wrap_model=request.wrap_model,
         **request.of("batch_first", "max_grad_norm", "loss_reduction", "grad_sample_mode"),
     )  # fmt: skip
-    keeper, ranks = model.keeper, model.keeper.clipping.ranks
+    grad_state, ranks = model.grad_state, model.grad_state.clipping.ranks
     if request.model_loss == "per_sample":
         replace_losses(model, request.criterion)
     drawing = call_for_loader(
         making, request.data_loader, request.sampling, ledger(), ranks, secure=request.secure,
         distributed=ranks is not None, **request.of("batch_first", "rand_on_empty"),
     )  # fmt: skip
-    keeper.batch.accumulation_allowed = not request.sampling.poisson_sampling
-    keeper.batch.draws, keeper.batch.views = drawing.draws, request.sampling.views
-    keeper.trace.listen(drawing.draws, request.sampling.views)
+    grad_state.batch.accumulation_allowed = not request.sampling.poisson_sampling
+    grad_state.batch.draws, grad_state.batch.views = drawing.draws, request.sampling.views
+    grad_state.trace.listen(drawing.draws, request.sampling.views)
     releases = Releases(drawing.design, drawing.draws, ledger, ranks)
-    optimizer = _make_optimizer(request, making, keeper, releases)
+    optimizer = _make_optimizer(request, making, grad_state, releases)
     if request.grad_sample_mode != "ghost":
         return (model, optimizer, drawing.loader), releases
     criterion = making.call(
@@ -386,27 +394,31 @@ def _intercepted(
     with whole(ranks := ranks_of(module)):
         validate(module=bare(module))
         trained, frozen = held_by(request.optimizer, uncompiled(bare(module)), ranks)
-        keeper = BookKeeper(
+        grad_state = GradientState(
             trained, request.strategy, request.max_grad_norm,
             mean_loss=request.loss_reduction == "mean", batch_axis=0 if request.batch_first else 1,
             frozen=frozen, planner=planner,
         )  # fmt: skip
-        keeper.clipping.ranks = ranks
-        go_on_with(ledger, wrapper, module, keeper.names)
+        grad_state.clipping.ranks = ranks
+        go_on_with(ledger, wrapper, module, grad_state.names)
         if wrapper is not None:
             wrapper.to_standard_module()  # all is checked: the earlier engine may let go
         kind = FastGradSampleModule if request.wrap_model else FastGradSampleHooks
-        return kind(module, keeper=keeper, **request.of("batch_first", "loss_reduction"))
+        return kind(module, grad_state=grad_state, **request.of("batch_first", "loss_reduction"))
 
 
 def _make_optimizer(
-    request: PrivacyRequest, making: Preparation, keeper: BookKeeper, releases: Releases
+    request: PrivacyRequest, making: Preparation, grad_state: GradientState, releases: Releases
 ) -> FastDPOptimizer:
-    size, inner, ranks = releases.design.expected_batch_size, request.inner, keeper.clipping.ranks
+    size, inner, ranks = (
+        releases.design.expected_batch_size,
+        request.inner,
+        grad_state.clipping.ranks,
+    )
 
     def own() -> FastDPOptimizer:
         made = FastDPOptimizer(
-            inner, keeper=keeper, expected_batch_size=size, generator=request.noise_generator,
+            inner, grad_state=grad_state, expected_batch_size=size, generator=request.noise_generator,
             secure_mode=request.secure, **request.of("noise_multiplier", "loss_reduction"),
         )  # fmt: skip
         account_with(made, releases, ranks)  # first: what an override attaches to it stays

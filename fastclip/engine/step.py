@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fastclip.backward.guards import arm
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.clipping.policy import split_refused
 from fastclip.core.autograd import reached_without
 from fastclip.core.checks import whole
@@ -33,10 +33,10 @@ _Recorders = Callable[[torch.device], Recorder]
 
 
 def make_step(
-    keepers: Iterable[BookKeeper], model: nn.Module, loss_function: Callable[..., Tensor], *,
+    grad_states: Iterable[GradientState], model: nn.Module, loss_function: Callable[..., Tensor], *,
     physical_batch: int | None, cuda_graph: bool, compile: bool,
 ) -> Step:  # fmt: skip
-    """`FastPrivacyEngine.make_step`, of one of the models that have these book-keepers."""
+    """`FastPrivacyEngine.make_step`, of one of the models that have these gradient states."""
     for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
         if not isinstance(value, bool):
             raise ArgumentError(f"{name} expects True or False, got {value!r}")
@@ -48,34 +48,38 @@ def make_step(
             "spread, whose passes all ranks make together; call model, loss and backward() yourself"
         )
     own: set[Any] = set(model.parameters())
-    found = [keeper for keeper in keepers if keeper.names and own.issuperset(keeper.names)]
+    found = [
+        grad_state
+        for grad_state in grad_states
+        if grad_state.names and own.issuperset(grad_state.names)
+    ]
     if len(found) != 1:
         raise ArgumentError(
             "make_step expects one model that this engine has made private and that trains, got "
             f"one that holds {len(found)} of them; pass the model that make_private returned"
         )
-    (keeper,) = found
-    if keeper.calls.batch_axis:
+    (grad_state,) = found
+    if grad_state.calls.batch_axis:
         raise ArgumentError(
             "make_step expects samples along axis 0, but make_private got batch_first=False; move "
             "the batch first"
         )
-    rows = _usual_rows(keeper) if physical_batch is None else physical_batch
+    rows = _usual_rows(grad_state) if physical_batch is None else physical_batch
     rows = whole("physical_batch", rows, 1)
-    return Step(model, keeper, loss_function, rows, cuda_graph, compile)
+    return Step(model, grad_state, loss_function, rows, cuda_graph, compile)
 
 
-def _usual_rows(keeper: BookKeeper) -> int:
+def _usual_rows(grad_state: GradientState) -> int:
     """Rows that nearly every draw has no more of; public, as the expected batch is."""
-    expected = keeper.clipping.expected_batch_size
+    expected = grad_state.clipping.expected_batch_size
     if not expected:
         raise ArgumentError(
             "make_step got no physical_batch, and the optimizer has no expected_batch_size to choose it "
             "from; pass physical_batch"
         )
-    draws = keeper.batch.draws
+    draws = grad_state.batch.draws
     margin = 3 * math.sqrt(expected) if draws is None or draws.independent else 0.0
-    return 8 * math.ceil((expected + margin) * keeper.batch.views / 8)
+    return 8 * math.ceil((expected + margin) * grad_state.batch.views / 8)
 
 
 class Step:
@@ -83,7 +87,7 @@ class Step:
 
     Args:
         model: what `loss_function` is called with.
-        keeper: of the private model.
+        grad_state: of the private model.
         loss_function: (model, *batch) -> losses [n].
         physical_batch: rows that are run at once.
         cuda_graph: replay CUDA graphs where the model is on a GPU.
@@ -91,10 +95,10 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, keeper: BookKeeper, loss_function: Callable[..., Tensor],
+        self, model: nn.Module, grad_state: GradientState, loss_function: Callable[..., Tensor],
         physical_batch: int, cuda_graph: bool, compiles: bool,
     ) -> None:  # fmt: skip
-        self._model, self._keeper, self._losses_of = model, keeper, loss_function
+        self._model, self._grad_state, self._losses_of = model, grad_state, loss_function
         self.physical_batch = physical_batch
         self._graphs, self._compiles, self._captures = cuda_graph, compiles, 0
         self._seen: set[Any] = set()
@@ -127,14 +131,14 @@ class Step:
         Raises:
             fastclip.errors.*: the batch, the losses or the state of the model do not allow it.
         """
-        keeper = self._keeper
-        if keeper.paused:
+        grad_state = self._grad_state
+        if grad_state.paused:
             raise StepError("a step trains: call it outside of engine.paused()")
-        if keeper.batch.retired:
+        if grad_state.batch.retired:
             raise StepError("the model of this step is not private any more: make_step another one")
         if not torch.is_grad_enabled():
             raise StepError("a step trains: call it outside of torch.no_grad()")
-        device = next(iter(keeper.names)).device
+        device = next(iter(grad_state.names)).device
         leaves, structure = flatten((batch, {}))
         leaves = [x.to(device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
         rows, parts = self._parts(leaves)
@@ -147,23 +151,23 @@ class Step:
         recorder = self._recorder(device)
         totals: list[Tensor] = []
         norms: list[Tensor | None] = []
-        before = keeper.batch.state, keeper.batch.pending
+        before = grad_state.batch.state, grad_state.batch.pending
         try:
-            for number in keeper.clipping.by_parts([last - first for first, last in parts]):
+            for number in grad_state.clipping.by_parts([last - first for first, last in parts]):
                 first, last = parts[number]
                 if number:
-                    keeper.batch.step(skip=True)
+                    grad_state.batch.step(skip=True)
                 part = [x[first:last] if _is_tensor(x) else x for x in leaves]
                 totals.append(self._train(part, structure, last - first, recorder).sum())
-                norms.append(keeper.per_sample_norms)
+                norms.append(grad_state.per_sample_norms)
         except BaseException:  # of a batch that is tried again no row may count twice
-            if totals or before != (keeper.batch.state, keeper.batch.pending):
-                keeper.batch.break_off()
+            if totals or before != (grad_state.batch.state, grad_state.batch.pending):
+                grad_state.batch.break_off()
             raise
         if len(norms) > 1:
-            keeper.per_sample_norms = torch.cat([x for x in norms if x is not None])
+            grad_state.per_sample_norms = torch.cat([x for x in norms if x is not None])
         total = sum(totals[1:], totals[0])
-        return total / max(rows, 1) if keeper.mean_loss else total
+        return total / max(rows, 1) if grad_state.mean_loss else total
 
     def _parts(self, leaves: list[Any]) -> tuple[int, list[tuple[int, int]]]:
         """Rows of the batch, and of its physical batches the first and the one after the last."""
@@ -175,7 +179,7 @@ class Step:
             )
         rows, most = shapes[0][0], self.physical_batch
         parts = [(i, min(i + most, rows)) for i in range(0, rows, most)] or [(0, 0)]
-        policy, batch = self._keeper.clipping.strategy.threshold, self._keeper.batch
+        policy, batch = self._grad_state.clipping.strategy.threshold, self._grad_state.batch
         if len(parts) > 1 and policy.same_step:
             raise StepError(split_refused(type(policy).__name__))
         if len(parts) > 1 and batch.draws is not None and batch.draws.stream:
@@ -264,16 +268,16 @@ class Step:
                 "some without a gradient: call the model that the step gives it, without detach(), "
                 "no_grad() or a conversion to integers"
             )
-        if self._keeper.caught is not None:
+        if self._grad_state.caught is not None:
             self._check_leaves(losses)
-        share = 1 / max(rows, 1) if self._keeper.mean_loss else 1.0
+        share = 1 / max(rows, 1) if self._grad_state.mean_loss else 1.0
         losses.backward(torch.full_like(losses, share))
         return losses.detach()
 
     def _check_leaves(self, losses: Tensor) -> None:
         nodes, _ = reached_without([losses.grad_fn], lambda node: False)
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-        others = [list(x.shape) for x in leaves if x not in self._keeper.names]
+        others = [list(x.shape) for x in leaves if x not in self._grad_state.names]
         if others:
             raise GraphError(
                 f"the loss trains tensors of shapes {others} that are not the private optimizer's, "
@@ -286,12 +290,12 @@ class Step:
         self, leaves: list[Any], structure: Any, recorder: _Recorders
     ) -> Recording | None:
         """What is to be replayed; None: this batch runs as it is."""
-        keeper = self._keeper
-        keeper.drop_stale()
-        keeper.check_unchanged()
-        keeper.check_hooks(keeper.names)
-        arm(keeper)
-        device = next(iter(keeper.names)).device
+        grad_state = self._grad_state
+        grad_state.drop_stale()
+        grad_state.check_unchanged()
+        grad_state.check_hooks(grad_state.names)
+        arm(grad_state)
+        device = next(iter(grad_state.names)).device
         kind = repr((_kind(leaves), structure, surroundings(device)))
         known = self._recordings.get(kind)
         if known is not None:
@@ -301,10 +305,10 @@ class Step:
         if kind not in self._seen:  # it may be looked at, and shows what it needs
             self._new = kind
             return None
-        if keeper.trace.left:  # whether samples are independent is not known yet
+        if grad_state.trace.left:  # whether samples are independent is not known yet
             return None
-        check_decided(keeper)
-        if len(self._recordings) >= _MOST_KINDS or not settled(keeper, self.physical_batch):
+        check_decided(grad_state)
+        if len(self._recordings) >= _MOST_KINDS or not settled(grad_state, self.physical_batch):
             return None
         most = _MOST_COMPILED if self._compiles else _MOST_CAPTURES
         if self._captures >= most:
@@ -318,15 +322,15 @@ class Step:
                 "made; all other batches run without one"
             )
         self._check_place(device)
-        keeper.trace.end()  # what is filled up holds others than these rows
+        grad_state.trace.end()  # what is filled up holds others than these rows
         inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]
         for room, leaf in zip(inputs, filter(_is_tensor, leaves), strict=True):
             _fill(room, leaf)
         held = iter(inputs)
         padded = [next(held) if _is_tensor(x) else x for x in leaves]
         recording = Recording(
-            recorder(device), keeper, partial(self._run, padded, structure), inputs,
-            partial(Frozen, self._model, keeper, device, self._losses_of),
+            recorder(device), grad_state, partial(self._run, padded, structure), inputs,
+            partial(Frozen, self._model, grad_state, device, self._losses_of),
         )  # fmt: skip
         self._recordings[kind] = recording
         return recording

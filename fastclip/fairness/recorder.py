@@ -126,7 +126,7 @@ class Observed:
                 outside, which a GPU cannot refuse without waiting, count nowhere.
         """
         given = chosen("observe", groups, self.attributes)
-        if not hasattr(optimizer, "per_sample_norms") or not hasattr(optimizer, "keeper"):
+        if not hasattr(optimizer, "per_sample_norms") or not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "observe expects the optimizer that make_private returned in the fast mode, got "
                 f"{type(optimizer).__name__}"
@@ -175,7 +175,7 @@ class Observed:
         return self.protected
 
     def _check(self, optimizer: Any, name: str, of_rows: Any, rows: int) -> None:
-        draws = optimizer.keeper.batch.draws
+        draws = optimizer.grad_state.batch.draws
         if draws is not None and draws.by_units and len(of_rows) != rows:
             raise ArgumentError(
                 f"observe expects the group of each of the {rows} units of the last backward pass, got "
@@ -191,7 +191,7 @@ class Observed:
 
         Of a strategy by layers the norms of layers are not kept: the last two are NaN.
         """
-        clipping = optimizer.keeper.clipping
+        clipping = optimizer.grad_state.clipping
         strategy, state = clipping.strategy, clipping.current
         # A sample whose gradient is not finite contributes nothing, and counts as clipped.
         finite = torch.where(torch.isfinite(norms), norms, 0.0)
@@ -233,7 +233,7 @@ class Observed:
 
 def _placeholder(optimizer: Any) -> bool:
     """The last pass was over a row that stands for an empty draw (rand_on_empty)."""
-    draws = optimizer.keeper.batch.draws
+    draws = optimizer.grad_state.batch.draws
     return draws is not None and draws.last is not None and not draws.last.draw.size
 
 
@@ -609,9 +609,9 @@ class FairnessRecorder:
         Raises:
             ArgumentError: before the step that pays for thresholds of this very batch's counts.
         """
-        keeper = optimizer.keeper
-        policy = keeper.clipping.strategy.threshold
-        if policy.same_step and keeper.clipping.current is not keeper.clipping.paid:
+        grad_state = optimizer.grad_state
+        policy = grad_state.clipping.strategy.threshold
+        if policy.same_step and grad_state.clipping.current is not grad_state.clipping.paid:
             raise ArgumentError(
                 f"thresholds of {type(policy).__name__} follow from this batch's counts, which "
                 "optimizer.step() pays for: call thresholds() after it"
@@ -619,7 +619,7 @@ class FairnessRecorder:
         counted = policy.count_noise_ratio is not None
         private = not (counted and float(optimizer.noise_multiplier) == 0)
         values = optimizer.threshold.detach().cpu().reshape(-1).tolist()
-        protected = self._observed.groups_of(keeper.clipping.strategy)
+        protected = self._observed.groups_of(grad_state.clipping.strategy)
         attribute, names = LAYER, tuple(str(number) for number in range(len(values)))
         if len(values) == 1:
             attribute, names = ALL, (ALL,)

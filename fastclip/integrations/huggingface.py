@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from fastclip._moved import new_keywords
 from fastclip.clipping import Clipping
 from fastclip.core.checks import between
 from fastclip.data.collate import EmptyBatches
@@ -61,8 +62,9 @@ class PrivacyArguments:
         accountant: "prv", "pld", "rdp" or "gdp".
         secure_mode: noise and sampling from ChaCha20 (docs/secure_mode.md).
         poisson_sampling: draw every row independently. Else a pass is accounted as one step of q = 1.
-        sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit, unit_reduction: as
-            of `make_private`: public q and B, patients as units. unit_ids may be a column's name.
+        sample_rate, expected_batch_size, max_batch_size, unit_ids, max_samples_per_unit,
+            unit_reduction: as of `make_private`: public q and B, patients as units. unit_ids may be a
+            column's name.
         group_column: the column that holds each row's group, for strategies of groups.
     """
 
@@ -79,8 +81,10 @@ class PrivacyArguments:
     expected_batch_size: float | None = None
     max_batch_size: int | None = None
     unit_ids: Any = None
-    max_rows_per_unit: int | None = None
+    max_samples_per_unit: int | None = None
     unit_reduction: str = "mean"
+    max_rows_per_unit: int | None = None
+    """The old name of max_samples_per_unit."""
 
     def sampling(self, dataset: Any) -> dict[str, Any]:
         """How rows are drawn, for `make_private`; units by number, for a Trainer drops columns."""
@@ -91,6 +95,9 @@ class PrivacyArguments:
         return found
 
     def __post_init__(self) -> None:
+        if self.max_rows_per_unit is not None:
+            old = {"max_rows_per_unit": self.max_rows_per_unit}
+            self.max_samples_per_unit = new_keywords(old)["max_samples_per_unit"]
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ArgumentError(
                 "PrivacyArguments expects either noise_multiplier or target_epsilon, got "
@@ -535,8 +542,8 @@ class PrivateTrainer(RowLossTrainer):
         self._handle, self.optimizer, private = made
         if self.compute_loss_func is None:
             smoothing = self.args.label_smoothing_factor
-            self.dp_optimizer.keeper.model_loss.label_smoothing = smoothing
-        draws, unit = self.dp_optimizer.keeper.batch.draws, sampling["unit_ids"]
+            self.dp_optimizer.grad_state.model_loss.label_smoothing = smoothing
+        draws, unit = self.dp_optimizer.grad_state.batch.draws, sampling["unit_ids"]
         dataset = by_units(private, unit, draws, self.physical_batch_size)
         collate: Any = private.collate_fn
         collate = collate.checked if isinstance(collate, EmptyBatches) else collate
@@ -574,10 +581,10 @@ class PrivateTrainer(RowLossTrainer):
             more = number < len(parts)
             optimizer.signal_skip_step(more)
             if number > len(batches):
-                optimizer.keeper.batch.fill()
+                optimizer.grad_state.batch.fill()
             if rows:
                 batch = self.with_references(batch)
-                optimizer.keeper.trace.handed(batches, batch, {rows})
+                optimizer.grad_state.trace.handed(batches, batch, {rows})
             loss = super().training_step(model, batch)  # no num_items_in_batch: it couples rows
             if rows:
                 total += loss * rows

@@ -121,7 +121,7 @@ def write_strategies(checkpoint: dict[str, Any], optimizers: Iterable[Any]) -> N
     """Thresholds and steps of clipping strategies, which torch leaves out of an optimizer's state where
     it gathers it by the names of parameters."""
     checkpoint[_STATES] = [
-        o.keeper.clipping.state_dict() if isinstance(o, FastDPOptimizer) else None
+        o.grad_state.clipping.state_dict() if isinstance(o, FastDPOptimizer) else None
         for o in optimizers
     ]
 
@@ -153,8 +153,8 @@ def read_into_inner(strategy: Any) -> None:
         states = checkpoint.get(_STATES) or [saved.get(STATE) for saved in one_file]
         for optimizer, state in zip(private, states, strict=False):
             if isinstance(optimizer, FastDPOptimizer):
-                keeper = optimizer.keeper
-                keeper.clipping.load_state_dict(state, keeper.batch.fresh)
+                grad_state = optimizer.grad_state
+                grad_state.clipping.load_state_dict(state, grad_state.batch.fresh)
         return checkpoint
 
     strategy.load_checkpoint = load_checkpoint
@@ -522,7 +522,7 @@ def _make_part(
     )  # fmt: skip
     keep(module, model, handle, private, trainer)
     data.private_loaders = [*data.private_loaders, loader]
-    if private.keeper.clipping.ranks is not None:
+    if private.grad_state.clipping.ranks is not None:
         run_without_wrapper(trainer.strategy, module)
         keep_batch_sampler(loader)
     if reads_late(trainer.strategy):
@@ -560,7 +560,7 @@ class PrivacyCallback(Callback):
         if budget is None or not self.loaded:
             return
         private = (o for o in trainer.optimizers if isinstance(o, FastDPOptimizer))
-        optimizer = next(o for o in private if not o.keeper.batch.retired)
+        optimizer = next(o for o in private if not o.grad_state.batch.retired)
         loader, steps = trainer.datamodule.private_loaders[0], trainer.estimated_stepping_batches
         if math.isinf(steps):
             steps = math.ceil(epochs * len(loader))

@@ -287,7 +287,7 @@ class RowLossTrainer(RanksTrainer):
                 f"label_smoothing_factor expects one label a token or sample. {FIX}"
             )
         outputs = model(**inputs)  # which takes it into account
-        if not self.dp_optimizer.keeper.model_loss.replaced:
+        if not self.dp_optimizer.grad_state.model_loss.replaced:
             raise ArgumentError(
                 f"label_smoothing_factor needs a cross entropy that the model computes. {FIX}"
             )

@@ -58,7 +58,7 @@ class RanksTrainer(Trainer):
     @property
     def ranks(self) -> Ranks | None:
         """The processes that train the private model; None for one."""
-        return self.dp_optimizer.keeper.clipping.ranks
+        return self.dp_optimizer.grad_state.clipping.ranks
 
     @property
     def dp_optimizer(self) -> FastDPOptimizer:
@@ -171,7 +171,7 @@ class RanksTrainer(Trainer):
         with self._inner_optimizer():
             super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            state = self.dp_optimizer.keeper.clipping.state_dict()
+            state = self.dp_optimizer.grad_state.clipping.state_dict()
             write_whole(os.path.join(output_dir, _CLIPPING), lambda file: torch.save(state, file))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -181,8 +181,10 @@ class RanksTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         path = os.path.join(checkpoint, _CLIPPING)
         if os.path.isfile(path):
-            keeper = self.dp_optimizer.keeper
-            keeper.clipping.load_state_dict(torch.load(path, weights_only=True), keeper.batch.fresh)
+            grad_state = self.dp_optimizer.grad_state
+            grad_state.clipping.load_state_dict(
+                torch.load(path, weights_only=True), grad_state.batch.fresh
+            )
 
     @contextmanager
     def _inner_optimizer(self) -> Iterator[None]:
@@ -334,7 +336,7 @@ class SplitCollate:
     """Collates a logical batch into physical ones of at most `rows` rows each.
 
     They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be; where units are drawn
-    (the data set is NumberedRows), between units (`Draws.physical_rows` must say so, too). An
+    (the data set is NumberedRows), between units (`SampledBatches.physical_rows` must say so, too). An
     empty logical batch (Poisson sampling draws one at times) becomes one physical batch of a
     placeholder row: the engine knows that the draw was empty, so it contributes exactly nothing, and
     the model need not bear an input without rows.
@@ -425,7 +427,7 @@ class Budget:
         Raises:
             ArgumentError: with the epsilon that would be reached.
         """
-        state = optimizer.keeper.clipping
+        state = optimizer.grad_state.clipping
         sigmas = [
             state.first_multiplier * state.strategy.noise.factor(state.step + ahead)
             for ahead in range(steps)
@@ -488,7 +490,7 @@ class Resumed:
             ArgumentError: with the way out.
         """
         optimizer, accountant = trainer.dp_optimizer, trainer.engine.accountant
-        state, done = optimizer.keeper.clipping, trainer.state.global_step
+        state, done = optimizer.grad_state.clipping, trainer.state.global_step
         if not state.strategy.constant and state.step != done:
             raise ArgumentError(
                 f"{self.folder} holds no state of {state.strategy.kind} after {done} steps "

@@ -137,7 +137,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         if self.precompute_ref_logps:
             return batch
         inputs, reference = self._prepare_inputs(batch), self.ref_model or self.model
-        with self.dp_optimizer.keeper.trace.aside():
+        with self.dp_optimizer.grad_state.trace.aside():
             chosen, rejected = self.compute_ref_log_probs(reference, _flat(inputs))
             # Views of what was computed aside would count as constants when the batch is marked.
             chosen, rejected = chosen.clone(), rejected.clone()

@@ -195,7 +195,7 @@ _WORTH = 0.1
 
 
 @dataclass(frozen=True)
-class Choice:
+class NormMethod:
     """What the planner decided for one layer and shape."""
 
     method: str
@@ -240,7 +240,7 @@ class Planner:
     def linear(
         self, b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool,
         device: torch.device = _CPU,
-    ) -> Choice:  # fmt: skip
+    ) -> NormMethod:  # fmt: skip
         """For a [b, t, d] and g [b, t, p]."""
         given = (self.rates(device), self.memory_factor, self.gram_tolerance)
         return _linear(b, t, d, p, itemsize, may_keep, *given)
@@ -248,7 +248,7 @@ class Planner:
     def conv(
         self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool,
         device: torch.device = _CPU,
-    ) -> Choice:  # fmt: skip
+    ) -> NormMethod:  # fmt: skip
         """For x with `space` pixels a channel and g with `out` positions."""
         given = (self.rates(device), self.memory_factor, self.gram_tolerance)
         return _conv(b, space, out, geometry, itemsize, may_keep, *given)
@@ -258,11 +258,11 @@ class Planner:
 def _linear(
     b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool, costs: Costs,
     memory_factor: float, tolerance: float,
-) -> Choice:  # fmt: skip
+) -> NormMethod:  # fmt: skip
     """`Planner.linear`; every layer asks in every step."""
     held = b * t * (d + p) * itemsize
     if t <= 1:
-        return Choice("ghost", 0.0, held)
+        return NormMethod("ghost", 0.0, held)
     flops = 2 * b * t * d * p
     product = flops / costs.matmul
     kept_bytes = b * d * p * _accumulated(itemsize)
@@ -270,9 +270,9 @@ def _linear(
     if costs.scratch:
         ghost += b * t * t * 12 / costs.copy
     keep = product + kept_bytes / costs.kept
-    options = [Choice("ghost", ghost + product, held), Choice("recompute", 2 * keep, held)]
+    options = [NormMethod("ghost", ghost + product, held), NormMethod("recompute", 2 * keep, held)]
     if may_keep and kept_bytes <= memory_factor * held:
-        options.append(Choice("keep", keep, kept_bytes))
+        options.append(NormMethod("keep", keep, kept_bytes))
     return _cheapest(options, held, t, itemsize, tolerance)
 
 
@@ -280,7 +280,7 @@ def _linear(
 def _conv(
     b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool, costs: Costs,
     memory_factor: float, tolerance: float,
-) -> Choice:  # fmt: skip
+) -> NormMethod:  # fmt: skip
     """`Planner.conv`; the same."""
     o, c = geometry.weight_shape[:2]
     c_all = c * geometry.groups
@@ -302,17 +302,17 @@ def _conv(
         ghost += passes / costs.copy
     keep = product + kept_bytes / (costs.kept if linear else costs.kept_conv)
     options = [
-        Choice("ghost", ghost + product, held),
-        Choice("recompute", 2 * keep, held),
+        NormMethod("ghost", ghost + product, held),
+        NormMethod("recompute", 2 * keep, held),
     ]
     if may_keep and kept_bytes <= memory_factor * held:
-        options.append(Choice("keep", keep, kept_bytes))
+        options.append(NormMethod("keep", keep, kept_bytes))
     return _cheapest(options, held, out, itemsize, tolerance)
 
 
 def _cheapest(
-    options: list[Choice], held: int, positions: int, itemsize: int, tolerance: float
-) -> Choice:
+    options: list[NormMethod], held: int, positions: int, itemsize: int, tolerance: float
+) -> NormMethod:
     """The fastest, of those that are accurate; it holds more than `held` only where that pays."""
     roundoff = 1e-16 if itemsize == 8 else 6e-8
     if roundoff * positions > tolerance:
@@ -330,7 +330,7 @@ def _accumulated(itemsize: int) -> int:
 # Which norm rule for which layer and shape.
 
 
-__all__ = ["Choice", "Costs", "Planner", "costs_of"]
+__all__ = ["Costs", "NormMethod", "Planner", "costs_of"]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -366,12 +366,12 @@ class PlanLog:
         """A layer that is intercepted, before any data has been seen."""
         self._known[path] = (rule, None, "", 0)
 
-    def note(self, path: str, rule: str, shape: tuple[int, ...], choice: Choice) -> None:
+    def note(self, path: str, rule: str, shape: tuple[int, ...], choice: NormMethod) -> None:
         """A decision of the planner for an input of this shape."""
         self._known[path] = (rule, shape, choice.method, choice.nbytes)
 
     def note_all(
-        self, paths: Iterable[str], rule: str, shape: tuple[int, ...], choice: Choice
+        self, paths: Iterable[str], rule: str, shape: tuple[int, ...], choice: NormMethod
     ) -> None:
         """The same decision for several layers."""
         self._known.update(dict.fromkeys(paths, (rule, shape, choice.method, choice.nbytes)))
@@ -395,14 +395,14 @@ class PlanLog:
         if path not in self._known:
             self.register(path, rule)
 
-    def plan(self, looks: Iterable[object] = ()) -> Plan:
+    def plan(self, looks: Iterable[object] = ()) -> NormPlan:
         """The table as it stands.
 
         Args:
             looks: what it cost to find the samples, a line each.
         """
         rows = (_row(path, *known) for path, known in self._known.items())
-        return Plan(tuple(rows), tuple(map(str, looks)))
+        return NormPlan(tuple(rows), tuple(map(str, looks)))
 
 
 def _row(path: str, rule: str, shape: tuple[int, ...] | None, method: str, nbytes: int) -> PlanRow:
@@ -412,7 +412,7 @@ def _row(path: str, rule: str, shape: tuple[int, ...] | None, method: str, nbyte
 
 
 @dataclass(frozen=True)
-class Plan:
+class NormPlan:
     """The trainable layers and how each one's norm is computed; `print` it."""
 
     rows: tuple[PlanRow, ...]

@@ -117,7 +117,7 @@ class _Keeper:
         self.inside = 0
 
 
-_keeper = _Keeper()
+_grad_state = _Keeper()
 _unknown = False
 """This process was forked while another thread, or the one that forked, had it set aside."""
 
@@ -128,13 +128,13 @@ def set_aside() -> Iterator[None]:
 
     Nothing inside may wait for another thread that would do so.
     """
-    keeper = _keeper  # a fork inside has another one, and still leaves this one as it came
-    with keeper.lock:
-        keeper.inside += 1
+    grad_state = _grad_state  # a fork inside has another one, and still leaves this one as it came
+    with grad_state.lock:
+        grad_state.inside += 1
         try:
             yield
         finally:
-            keeper.inside -= 1
+            grad_state.inside -= 1
 
 
 def stands_elsewhere() -> bool:
@@ -144,9 +144,9 @@ def stands_elsewhere() -> bool:
 
 def _renew() -> None:
     """The thread that holds the lock may not be there in a fork."""
-    global _keeper, _unknown
-    _unknown = _keeper.inside > 0
-    _keeper = _Keeper()
+    global _grad_state, _unknown
+    _unknown = _grad_state.inside > 0
+    _grad_state = _Keeper()
 
 
 if hasattr(os, "register_at_fork"):

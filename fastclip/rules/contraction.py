@@ -28,7 +28,7 @@ from fastclip.rules.use import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.rules.use import UseBackward
-    from fastclip.samples.batch_axis import Place
+    from fastclip.samples.batch_axis import BatchAxis
 
 
 # -------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ class ContractionUse(UseRule):
         return {**operands, "product": product, **({} if bias is None else {"bias": bias})}
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         product: Product = operands["product"]
         if out.dim() != len(product.out) or out.is_complex():
@@ -552,7 +552,7 @@ class GroupedUse(UseRule):
         return flat_operands(name, args, kwargs) if len(args) > 1 else None
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         x, weight = operands["0"], operands["1"]
         return (

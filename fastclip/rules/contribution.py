@@ -13,10 +13,10 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.core.torch_names import stream_of
 from fastclip.errors import GraphError
-from fastclip.ops.planner import Choice, PlanLog, Planner
+from fastclip.ops.planner import NormMethod, PlanLog, Planner
 from fastclip.ops.units import UnitRows
 from fastclip.rules.records import Record, norm_apart
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 
 
 class Contribution(ABC):
@@ -71,7 +71,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def _take(self, name: str, record: Record) -> None:
-        """Hand the contribution to the book-keeper."""
+        """Hand the contribution to the gradient state."""
 
     def _may_keep(self, name: str) -> bool:
         """Whether per-sample gradients may be held instead of what they are computed from."""
@@ -85,7 +85,7 @@ class Contribution(ABC):
         """Which rows are clipped as one; None: each alone."""
         return None
 
-    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
+    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> NormMethod:
         """The planner's choice for a [b, t, d] and g [b, t, p]."""
         b, t, d = a.shape
         units = self._units()
@@ -99,7 +99,7 @@ class Contribution(ABC):
 
     def plan_conv(
         self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
-    ) -> Choice:
+    ) -> NormMethod:
         """The planner's choice for a convolution over x [b, c, *space]."""
         b, space, out = x.shape[0], *(torch.Size(y.shape[2:]).numel() for y in (x, g))
         units = self._units()
@@ -111,7 +111,7 @@ class Contribution(ABC):
         )
         return self._noted(x, choice if units is None else replace(choice, of_units=True))
 
-    def _noted(self, x: Tensor, choice: Choice) -> Choice:
+    def _noted(self, x: Tensor, choice: NormMethod) -> NormMethod:
         self._log.note(self._label, self._rule, tuple(x.shape), choice)
         return choice
 
@@ -189,7 +189,7 @@ class FoldedRecord(Record):
         record: of the rows. place: of the samples among them. batch: b.
     """
 
-    def __init__(self, record: Record, place: Place, batch: int) -> None:
+    def __init__(self, record: Record, place: BatchAxis, batch: int) -> None:
         super().__init__(*record._operands)
         self.record, self.place, self.batch = record, place, batch
 
@@ -203,14 +203,14 @@ class FoldedRecord(Record):
 
     def per_sample(self) -> Tensor:
         own = self.record.per_sample()
-        rows = Place(0, self.place.outer, self.place.inner).rows(ops.widen(own), self.batch)
+        rows = BatchAxis(0, self.place.outer, self.place.inner).rows(ops.widen(own), self.batch)
         return rows.sum(1)
 
     def slack(self) -> Tensor | None:
         slack = self.record.slack()
         if slack is None:
             return None
-        return Place(0, self.place.outer, self.place.inner).rows(slack, self.batch).sum(1)
+        return BatchAxis(0, self.place.outer, self.place.inner).rows(slack, self.batch).sum(1)
 
     def of_units(self, units: UnitRows) -> Record:
         """Of the rows at once: those of a unit are more by those that are folded."""

@@ -34,7 +34,7 @@ from fastclip.rules.use import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.rules.use import UseBackward
-    from fastclip.samples.batch_axis import Place
+    from fastclip.samples.batch_axis import BatchAxis
 
 
 # -------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class ConvUse(UseRule):
         return {**given, "transposed": transposed}
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         x, weight = operands["input"], operands["weight"]
         if place is None or place.axis or "input" in private or x.dim() != weight.dim():

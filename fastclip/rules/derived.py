@@ -178,7 +178,7 @@ class DerivedGraph:
                 leaf.new_zeros(s) for leaf, s in zip(leaves, shapes, strict=True)
             ]
         else:
-            names = self._interceptor.keeper.names
+            names = self._interceptor.grad_state.names
             with of_samples(", ".join(names.get(p, "?") for p in self.leaves)):
                 found = _batched(edges, leaves, gradients)
         return {

@@ -19,7 +19,7 @@ from fastclip.rules.use import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.rules.use import UseBackward
-    from fastclip.samples.batch_axis import Place
+    from fastclip.samples.batch_axis import BatchAxis
 
 
 # -------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class ElementwiseUse(UseRule):
         return None if "out" in kwargs else flat_operands(name, args, kwargs)
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         shapes = [operands[name].shape for name in private]
         if any(len(shape) > out.dim() for shape in shapes):
@@ -225,7 +225,7 @@ class MoveUse(UseRule):
         return None if "out" in kwargs else flat_operands(name, args, kwargs)
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         return out.is_floating_point()
 

@@ -18,7 +18,7 @@ from fastclip.rules.use import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.rules.use import UseBackward
-    from fastclip.samples.batch_axis import Place
+    from fastclip.samples.batch_axis import BatchAxis
 
 
 ONLY_PLAIN = "max_norm", "scale_grad_by_freq", "sparse"
@@ -194,7 +194,7 @@ class LookupUse(UseRule):
         return operands
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         table, ids = operands["table"], operands["ids"]
         if private != ["table"] or place is None or out.dim() != ids.dim() + table.dim() - 1:

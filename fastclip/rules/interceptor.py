@@ -46,19 +46,19 @@ from fastclip.rules.derived import (
     opened,
     parameters_of,
 )
-from fastclip.rules.recompute import ReplayUse
+from fastclip.rules.recompute import RecomputeUse
 from fastclip.rules.use import (
     Intercepts,
-    Keeper,
     Operands,
     Target,
     UseCall,
     UseRule,
+    UseState,
     in_place,
     plain_name,
     rules_of,
 )
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout, Rows
 from fastclip.samples.probing import Opened, Probe
@@ -262,20 +262,20 @@ def followed_checkpoints() -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------
 
 
-_REPLAY = ReplayUse()
+_REPLAY = RecomputeUse()
 
 
 class Interceptor:
     """Of one private model.
 
     Args:
-        keeper: to whom records go.
+        grad_state: to whom records go.
     """
 
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper = keeper
-        self._keys = Keys(keeper.names)
-        keeper.calls.intercepting = self.on
+    def __init__(self, grad_state: UseState) -> None:
+        self.grad_state = grad_state
+        self._keys = Keys(grad_state.names)
+        grad_state.calls.intercepting = self.on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Interceptor:
         raise UnsupportedLayerError("a private model cannot be copied while it runs")
@@ -305,7 +305,7 @@ class Interceptor:
             if isinstance(x, Tensor) and not is_private(x) and not _is_number(x)
         ]  # fmt: skip
         key = self._keys.of(func, private, plain)
-        probe = self.keeper.calls.probe
+        probe = self.grad_state.calls.probe
         if probe is not None:
             return probed(self, probe, key, func, args, kwargs, private, plain)
         layout, forward, opens = self._here(key, bool(plain))
@@ -324,24 +324,24 @@ class Interceptor:
         forward.reached.add(key)
         if opens:
             for x in outputs(args[0] if out is None else out):
-                self.keeper.begins_with(forward, x)
+                self.grad_state.begins_with(forward, x)
         return out
 
     def _asked(self, values: list[Any]) -> UnsupportedLayerError:
         """The forward pass asks for gradients of private values, which no private layer gives."""
         found = (p for x in values if is_private(x) for p in parameters_of(x))
-        names = dict.fromkeys(self.keeper.names.get(p, "?") for p in found)
+        names = dict.fromkeys(self.grad_state.names.get(p, "?") for p in found)
         return UnsupportedLayerError(
             f"torch.autograd.grad inside forward takes gradients of {', '.join(names)}, which are sums "
             "over all samples; take them of inputs or hidden values, which are each sample's own"
         )
 
     def _here(self, key: Key, plain: bool) -> tuple[BatchLayout | None, Forward, bool]:
-        forward, opens = self.keeper.layer_forward(key if plain else None)
+        forward, opens = self.grad_state.layer_forward(key if plain else None)
         if forward.layout is None:
             return None, forward, opens
         if (plain or not forward.layout.known) and not forward.routings:
-            self.keeper.calls.layout_with(key, forward)
+            self.grad_state.calls.layout_with(key, forward)
         return forward.layout, forward, opens
 
     def _use(
@@ -389,8 +389,8 @@ class Interceptor:
         return mapped(lambda x: tapped.get(id(x), x) if isinstance(x, Tensor) else x, out)
 
     def _checked(
-        self, layout: BatchLayout, forward: Forward, key: Key, place: Place, out: Tensor
-    ) -> Place | None:
+        self, layout: BatchLayout, forward: Forward, key: Key, place: BatchAxis, out: Tensor
+    ) -> BatchAxis | None:
         """Where the samples are in this output.
 
         Raises:
@@ -400,7 +400,7 @@ class Interceptor:
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is not None:
             return found
-        self.keeper.calls.look_again(layout, forward, key, out)
+        self.grad_state.calls.look_again(layout, forward, key, out)
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is None and key in layout.places:
             raise BatchSizeError(
@@ -411,7 +411,7 @@ class Interceptor:
 
     def _call(
         self, forward: Forward, key: Key, func: Callable, args: tuple, kwargs: dict,
-        private: list[Any], place: Place | None, out: Tensor, before: Tensor | None, changes: bool,
+        private: list[Any], place: BatchAxis | None, out: Tensor, before: Tensor | None, changes: bool,
         number: int,
     ) -> UseCall:  # fmt: skip
         if before is not None:
@@ -425,7 +425,7 @@ class Interceptor:
             self, forward, func, rule, operands, targets, place, changes=changes, label=key.label
         )
         call.number_of_output = number
-        self.keeper.plan_log.met(key.label, rule.name)
+        self.grad_state.plan_log.met(key.label, rule.name)
         return call
 
     def _target(self, value: Any, forward: Forward) -> Target:
@@ -456,7 +456,7 @@ def _may_need(func: Callable, kwargs: dict) -> bool:
 
 
 def _rule(
-    func: Callable, args: tuple, kwargs: dict, out: Tensor, place: Place | None, *, whole: bool
+    func: Callable, args: tuple, kwargs: dict, out: Tensor, place: BatchAxis | None, *, whole: bool
 ) -> tuple[UseRule, Operands]:
     name = plain_name(func)
     # of complex numbers the rules know nothing: a product's gradient takes the other's conjugate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.core.torch_names import Invented
-from fastclip.ops.planner import Choice
+from fastclip.ops.planner import NormMethod
 from fastclip.rules.contribution import autocast_operand
 from fastclip.rules.protocol import LayerCall, LayerRule, Plans, register_rule
 from fastclip.rules.records import (
@@ -91,7 +91,7 @@ def linear_record(
 
 
 def record_of(
-    choice: Choice, call: Plans, a: Tensor, g: Tensor, *, transposed: bool = False
+    choice: NormMethod, call: Plans, a: Tensor, g: Tensor, *, transposed: bool = False
 ) -> Record:
     """The record of a [b, t, d] and g [b, t, p] in the way that the planner has chosen."""
     keep = choice.keep

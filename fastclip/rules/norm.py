@@ -17,7 +17,7 @@ from fastclip.rules.use import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.rules.use import UseBackward
-    from fastclip.samples.batch_axis import Place
+    from fastclip.samples.batch_axis import BatchAxis
 
 
 def _type_under_autocast(x: Tensor) -> torch.dtype:
@@ -228,7 +228,7 @@ class NormUse(UseRule):
         return {**given, "function": name}
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         if place is None or not set(private) <= {"weight", "bias"} or out.is_complex():
             return False

@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fastclip import ops
 from fastclip.core.torch_names import Native, saving_hooks
 from fastclip.errors import GraphError, where
-from fastclip.ops.planner import Choice
+from fastclip.ops.planner import NormMethod
 from fastclip.rules.records import KeptRecord, Record
 
 # -------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Plans(Protocol):
 
     last_input: ops.LastInput
 
-    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
+    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> NormMethod:
         """The planner's choice for a [b, t, d] and g [b, t, p]."""
 
     def is_alone(self, name: str) -> bool:
@@ -168,7 +168,7 @@ class Plans(Protocol):
 
     def plan_conv(
         self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
-    ) -> Choice:
+    ) -> NormMethod:
         """The planner's choice for a convolution over x [b, c, *space]."""
 
 

@@ -32,7 +32,7 @@ _MOST_BYTES = 2**26
 """Of the gradients of all samples together; what is larger goes one sample at a time."""
 
 
-class ReplayUse(UseRule):
+class RecomputeUse(UseRule):
     """The function's own backward, for every sample."""
 
     name = "replay"
@@ -128,7 +128,7 @@ _TORCHS_BAG = ("table", "ids", "offsets", "scale_grad_by_freq", "mode", "sparse"
 
 
 @register_use("embedding_bag")
-class BagUse(ReplayUse):
+class BagUse(RecomputeUse):
     """Sums of such entries, whose gradients follow from their own bag alone."""
 
     def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:

@@ -30,7 +30,7 @@ from fastclip.rules.use import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.rules.use import UseBackward
-    from fastclip.samples.batch_axis import Place
+    from fastclip.samples.batch_axis import BatchAxis
 
 
 # -------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class HiddenUse(UseRule):
         return dict(zip(("gates", "weight", "bias", "memory"), args, strict=True))
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         return place is None or place.axis < 2
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastclip.core.torch_names import current_task
 from fastclip.errors import BatchSizeError
-from fastclip.samples.batch_axis import NOBODY, Place, coded_by
+from fastclip.samples.batch_axis import NOBODY, BatchAxis, coded_by
 from fastclip.trace.tracer import all_aside
 
 _BASE = 16
@@ -48,13 +48,15 @@ class Routing:
         self._edges.append(get_gradient_edge(out))
         return len(self._edges) - 1
 
-    def leave(self, outputs: list[Tensor], places: list[Place]) -> list[Tensor]:
+    def leave(self, outputs: list[Tensor], places: list[BatchAxis]) -> list[Tensor]:
         """What the module returns, where its gradients come in."""
         if not self._edges:
             return outputs
         return list(_Leave.apply(self, places, *outputs))
 
-    def send(self, edges: list[GradientEdge], gradients: list[Tensor], places: list[Place]) -> None:
+    def send(
+        self, edges: list[GradientEdge], gradients: list[Tensor], places: list[BatchAxis]
+    ) -> None:
         """Send coded gradients through the module."""
         self._codes = []
         span = 1
@@ -127,7 +129,7 @@ def _digit(plain: Tensor, code: Tensor, near: float) -> tuple[Tensor, Tensor]:
 
 class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, routing: Routing, places: list[Place], *outputs: Tensor) -> tuple:
+    def forward(ctx: Any, routing: Routing, places: list[BatchAxis], *outputs: Tensor) -> tuple:
         ctx.set_materialize_grads(False)
         ctx.routing, ctx.places = routing, places
         return tuple(x.clone() for x in outputs)

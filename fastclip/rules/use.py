@@ -38,7 +38,7 @@ from fastclip.rules.chance import (
 from fastclip.rules.contribution import Contribution
 from fastclip.rules.records import Record
 from fastclip.rules.routing import several
-from fastclip.samples.batch_axis import NOBODY, Place
+from fastclip.samples.batch_axis import NOBODY, BatchAxis
 from fastclip.samples.calls import Calls, Forward
 from fastclip.samples.probing import of_samples
 
@@ -71,7 +71,7 @@ class UseRule(ABC):
         """The operands of this call; None where the rule does not answer for it."""
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
     ) -> bool:
         """Whether the rule can tell the samples of this output apart.
 
@@ -143,10 +143,10 @@ def rules_of(func: Callable) -> list[UseRule]:
 
 
 # -------------------------------------------------------------------------------------------------
-# What uses of parameters need of those that are above them: the book-keeper, and the interceptor.
+# What uses of parameters need of those that are above them: the gradient state, and the interceptor.
 
 
-class Keeper(Protocol):
+class UseState(Protocol):
     """Everything that one private model remembers (fastclip.backward.state), as a use sees it."""
 
     names: dict[nn.Parameter, str]
@@ -194,7 +194,7 @@ class Keeper(Protocol):
 class Intercepts(Protocol):
     """An interceptor (fastclip.rules.interceptor), as what it makes sees it."""
 
-    keeper: Keeper
+    grad_state: UseState
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """A function is called with a private value among its arguments."""
@@ -229,7 +229,7 @@ class UseCall:
 
     def __init__(
         self, interceptor: Intercepts, forward: Forward, func: Callable, rule: UseRule,
-        operands: Operands, targets: dict[str, Target], place: Place | None, *, changes: bool,
+        operands: Operands, targets: dict[str, Target], place: BatchAxis | None, *, changes: bool,
         label: str,
     ) -> None:  # fmt: skip
         self.interceptor, self.forward, self.func, self.rule = interceptor, forward, func, rule
@@ -248,7 +248,7 @@ class UseCall:
         self.versions = {n: target.value._version for n, target in targets.items()}
         self.shares_memory = False
         """The output is in the memory of a private operand, which must stay as it is."""
-        self.paused = interceptor.keeper.paused
+        self.paused = interceptor.grad_state.paused
         self.chance: Chance | None = None
         """Where generators stood, if the call has drawn random numbers and will be repeated."""
         self.shown: list[Tensor] = []
@@ -268,7 +268,7 @@ class UseCall:
         Raises:
             GraphError: the pass is being captured, and a replay of it draws others.
         """
-        if drew and self.interceptor.keeper.caught is not None:
+        if drew and self.interceptor.grad_state.caught is not None:
             raise GraphError(
                 f"{self.label} draws random numbers, which are not the same ones when a CUDA graph "
                 "repeats it for the samples' gradients. Pass cuda_graph=False."
@@ -298,7 +298,7 @@ class UseCall:
     def tap(self, out: Tensor) -> Tensor:
         """The output, on which the gradient will be seen."""
         held, self.held = self.held, []
-        return Tap.apply(self, out, *held, *self.parameters)
+        return OutputHook.apply(self, out, *held, *self.parameters)
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager]:
@@ -318,7 +318,7 @@ def _repeats(x: Tensor) -> bool:
 
 
 @private_function
-class Tap(Function):
+class OutputHook(Function):
     """The identity; its backward records."""
 
     @staticmethod
@@ -326,9 +326,9 @@ class Tap(Function):
         ctx.set_materialize_grads(False)
         save(ctx, *rest[: len(call.saved)])
         ctx.call, ctx.edges = call, len(rest)
-        found = Tap._tapped(ctx, call, out)
+        found = OutputHook._tapped(ctx, call, out)
         if not call.paused:
-            call.seen = call.interceptor.keeper.trace.seen(found)
+            call.seen = call.interceptor.grad_state.trace.seen(found)
         return found
 
     @staticmethod
@@ -353,15 +353,15 @@ class Tap(Function):
         nothing = (None,) * ctx.edges
         if g is None:
             return None, None, *nothing
-        keeper = call.interceptor.keeper
-        if not keeper.paused:
-            keeper.trace.arrived(call.label, call.seen, g, call.samples_of)
-        known = () if call.paused or keeper.paused else keeper.names
+        grad_state = call.interceptor.grad_state
+        if not grad_state.paused:
+            grad_state.trace.arrived(call.label, call.seen, g, call.samples_of)
+        known = () if call.paused or grad_state.paused else grad_state.names
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
             operands = dict(zip(call.saved, saved(ctx), strict=True))  # may run a checkpoint again
             full = torch.autocast(g.device.type, enabled=False)
-            with keeper.trace.aside(), Native(), full, of_samples(call.label):
+            with grad_state.trace.aside(), Native(), full, of_samples(call.label):
                 UseBackward(call, operands, g, wanted).run()
         return None, g, *nothing
 
@@ -380,9 +380,15 @@ class UseBackward(Contribution):
         names = {
             n for n, target in call.targets.items() if not wanted.isdisjoint(target.parameters)
         }
-        keeper = call.interceptor.keeper
+        grad_state = call.interceptor.grad_state
         super().__init__(
-            call.label, call.rule.name, g, names, keeper.planner, keeper.plan_log, keeper.last_input
+            call.label,
+            call.rule.name,
+            g,
+            names,
+            grad_state.planner,
+            grad_state.plan_log,
+            grad_state.last_input,
         )
         self._call, self._saved, self._wanted = call, saved, wanted
         self.place, self.operands = call.place, call.operands
@@ -395,14 +401,14 @@ class UseBackward(Contribution):
     def run(self) -> None:
         """Check that the contribution may enter the running pass, and let the rule record it."""
         call = self._call
-        keeper = call.interceptor.keeper
+        grad_state = call.interceptor.grad_state
         if self.place is not None and not self.place.fits(self.g, self.batch):
             raise GraphError(
                 f"{call.label}: its output of shape {list(self.g.shape)} cannot hold {self.batch} "
                 "samples"
             )
-        keeper.admit(call.label, call.forward, self.batch)
-        keeper.check_hooks(self._wanted)
+        grad_state.admit(call.label, call.forward, self.batch)
+        grad_state.check_hooks(self._wanted)
         if self.place is None:
             self._owner = self._routed()
             self.g = self.g.masked_fill(self._owner == NOBODY, 0)
@@ -558,12 +564,12 @@ class UseBackward(Contribution):
         return out if isinstance(out, Tensor) else out[self._call.number_of_output]
 
     def _units(self) -> UnitRows | None:
-        return self._call.interceptor.keeper.units
+        return self._call.interceptor.grad_state.units
 
     def _take(self, name: str, record: Record) -> None:
         call, target = self._call, self._call.targets[name]
-        keeper = call.interceptor.keeper
+        grad_state = call.interceptor.grad_state
         if target.graph is None:
-            keeper.record(target.parameters[0], record)
+            grad_state.record(target.parameters[0], record)
         else:
-            keeper.record_derived(target, record, self._wanted)
+            grad_state.record_derived(target, record, self._wanted)

@@ -13,7 +13,7 @@ from fastclip.errors import GraphError
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchAxis:
     """Sample i holds the entries `outer * B * inner`-wise at o * B * inner + i * inner + k of `axis`.
 
     Windows, heads and [B * T, d] have outer 1; time-major rows [T * B, d] have inner 1; a plain batch
@@ -34,7 +34,7 @@ class Place:
         """1: sample by sample, -1: the samples' first entries come first; 0: both, or neither."""
         return (self.outer == 1) - (self.inner == 1)
 
-    def like(self, other: Place) -> bool:
+    def like(self, other: BatchAxis) -> bool:
         """Whether it may be the same layout as this one, at other lengths."""
         return self.axis == other.axis and self.order * other.order >= 0
 
@@ -71,9 +71,9 @@ class Place:
         split = first.reshape(outer, batch, inner, *first.shape[1:]).transpose(0, 1)
         return split.reshape(batch, outer * inner, *first.shape[1:])
 
-    def moved_to(self, axis: int) -> Place:
+    def moved_to(self, axis: int) -> BatchAxis:
         """The same fold of another axis."""
-        return self if axis == self.axis else Place(axis, self.outer, self.inner)
+        return self if axis == self.axis else BatchAxis(axis, self.outer, self.inner)
 
     def owners(self, size: int, batch: int, device: torch.device) -> Tensor:
         """The sample of every entry of the axis, int64 [size]."""
@@ -83,7 +83,7 @@ class Place:
         return entries.div(found[1], rounding_mode="floor").remainder(max(batch, 1))
 
 
-def places(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[Place]:
+def places(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[BatchAxis]:
     """Where `batch` samples may be in a tensor of this shape, the plainest first."""
     for axis in axes:
         size = shape[axis]
@@ -91,7 +91,7 @@ def places(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[Plac
             continue
         each = size // batch
         divisors = [n for n in range(1, each + 1) if not each % n]
-        yield from (Place(axis, outer, each // outer) for outer in divisors)
+        yield from (BatchAxis(axis, outer, each // outer) for outer in divisors)
 
 
 def called(name: Hashable) -> str:

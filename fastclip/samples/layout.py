@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fastclip.core.torch_names import memory_of, version_of
 from fastclip.errors import BatchSizeError, say, where
 from fastclip.samples import inputs
-from fastclip.samples.batch_axis import Place, called
+from fastclip.samples.batch_axis import BatchAxis, called
 from fastclip.samples.inputs import (
     INPUT,
     Cuts,
@@ -84,7 +84,7 @@ class _Kept:
         return (read or now.device.type == "cpu") and not torch.equal(self.copy, now)
 
 
-class Aside:
+class SharedInputs:
     """The inputs without rows of one kind of call, by the lengths of the others.
 
     No Snapshot: in every call they may be other tensors, whose numbers must be the same.
@@ -164,7 +164,7 @@ def _changed(number: int, value: Any) -> BatchSizeError:
 # shorter rows, since those within have not become fewer.
 
 
-_Seen = dict[Lengths, dict[int, Place]]
+_Seen = dict[Lengths, dict[int, BatchAxis]]
 
 
 class Folds:
@@ -202,7 +202,9 @@ class Folds:
             for fact in folds.items()
         }
 
-    def note(self, name: Hashable, place: Place, known: Iterable[int], lengths: Lengths) -> None:
+    def note(
+        self, name: Hashable, place: BatchAxis, known: Iterable[int], lengths: Lengths
+    ) -> None:
         """A sample had so many entries there, with inputs of these lengths.
 
         Raises:
@@ -213,7 +215,7 @@ class Folds:
             folded = place.fold(2 * each, 2)
             if folded is None:
                 continue
-            found = Place(place.axis, *folded)
+            found = BatchAxis(place.axis, *folded)
             told = self.find(name, each, lengths)
             if told not in (None, found) or not all(map(found.like, _places(seen))):
                 raise BatchSizeError(
@@ -228,13 +230,13 @@ class Folds:
         """It was seen with inputs of these lengths."""
         return lengths in self._seen.get(name, {})
 
-    def find(self, name: Hashable, each: int, lengths: Lengths) -> Place | None:
+    def find(self, name: Hashable, each: int, lengths: Lengths) -> BatchAxis | None:
         """Where the samples are, of which each has so many entries; None if that is not known."""
         seen = self._seen.get(name, {})
         return seen.get(lengths, {}).get(each) or _between(seen, each, lengths)
 
 
-def _between(seen: _Seen, each: int, lengths: Lengths) -> Place | None:
+def _between(seen: _Seen, each: int, lengths: Lengths) -> BatchAxis | None:
     """What rows of other lengths tell: all of them had their samples outermost, or all innermost."""
     folded = [place for place in _places(seen) if not place.plain]
     orders = {place.order for place in folded}
@@ -245,11 +247,11 @@ def _between(seen: _Seen, each: int, lengths: Lengths) -> Place | None:
         # one layer may run several times: which of these was this one?
         fewer = [number for number in known if number <= each]
         if longer or (fewer and each < 2 * min(fewer) and _reach(lengths, others)):
-            return Place(folded[0].axis, *((1, each) if orders == {1} else (each, 1)))
+            return BatchAxis(folded[0].axis, *((1, each) if orders == {1} else (each, 1)))
     return None
 
 
-def _places(seen: _Seen) -> Iterator[Place]:
+def _places(seen: _Seen) -> Iterator[BatchAxis]:
     return (place for folds in seen.values() for place in folds.values())
 
 
@@ -374,7 +376,7 @@ class BatchLayout:
         """The axes of the inputs that hold the samples."""
         self._last: Reading | None = None
         """The inputs of the call that runs, as they were when they were first read."""
-        self._aside = Aside()
+        self._aside = SharedInputs()
         self.paths = Paths()
         """The ways through torch's operators that its calls have taken."""
         self.flat = False
@@ -398,7 +400,7 @@ class BatchLayout:
         """Layers and uses that a probe has seen."""
         self.counting: set[str] = set()
         """Layers among them that count their samples themselves."""
-        self.places: dict[Hashable, Place] = {}
+        self.places: dict[Hashable, BatchAxis] = {}
         """Where the samples are, by a layer's path or the key of a use."""
         self.folds = Folds()
         """The same for what is folded."""
@@ -412,7 +414,7 @@ class BatchLayout:
         """Calls of functions with parameters: True: with a batch; False: with constants alone."""
         self.routers: dict[Hashable, set[str]] = {}
         """For uses whose rows are moved: the modules from which they come out in their places."""
-        self.returns: dict[str, dict[int, Place]] = {}
+        self.returns: dict[str, dict[int, BatchAxis]] = {}
         """For these modules: where the samples are in what they return."""
         self.astray: set[str] = set()
         """Modules that have returned rows in other places: they route nothing."""
@@ -553,7 +555,7 @@ class BatchLayout:
 
     def place_of(
         self, name: Hashable, x: Tensor, batch: int, lengths: Lengths | None
-    ) -> Place | None:
+    ) -> BatchAxis | None:
         """Where the samples are in `x`, of a layer or use that was met; None if that is not known."""
         place = self.places.get(name)
         if place is None or x.dim() <= place.axis:
@@ -571,7 +573,7 @@ class BatchLayout:
     def locate(
         self, path: str, x: Tensor, batch: int | None, fixed: int | None,
         lengths: Lengths | None = None,
-    ) -> Place:  # fmt: skip
+    ) -> BatchAxis:  # fmt: skip
         """The samples' place in a layer's input.
 
         Args:
@@ -583,7 +585,7 @@ class BatchLayout:
         """
         place = None
         if batch is None or fixed is not None or path not in self.places:
-            place = self.places.get(path) or Place(self.axis if fixed is None else fixed)
+            place = self.places.get(path) or BatchAxis(self.axis if fixed is None else fixed)
         if batch is not None:
             found = self.place_of(path, x, batch, lengths)
             place = found if path in self.places else place

@@ -19,7 +19,7 @@ from fastclip.core.autograd import Node, reached_without
 from fastclip.core.system import Work, no_memory
 from fastclip.core.torch_names import tree_unflatten
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
-from fastclip.samples.batch_axis import Place, called, places
+from fastclip.samples.batch_axis import BatchAxis, called, places
 from fastclip.samples.inputs import NESTED, Cuts, flatten, inside, is_list, take_rows, tensors_of
 from fastclip.samples.randomness import OF_TORCH, drawn_by, draws_alike, evenly
 from fastclip.samples.runs import Trail, is_of_one
@@ -146,7 +146,7 @@ class Followed:
         self.keeps_trail = True
         """The operations of runs are to be compared."""
         self._cuts = cuts
-        self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
+        self._found: dict[tuple[int, tuple[int, ...]], BatchAxis | None] = {}
         self._named = 0
         self._sparse: list[Tensor] = []
 
@@ -207,7 +207,7 @@ class Followed:
             return False
         return any("layout" in read.what for read in self.tracer.report.reads)
 
-    def place_of(self, x: Tensor, shadow: Shadow, *, moved: bool = False) -> Place | None:
+    def place_of(self, x: Tensor, shadow: Shadow, *, moved: bool = False) -> BatchAxis | None:
         """Where the samples are in `x`; None if not one alone is where another could be, or, unless
         `moved`, where data have put them.
         """
@@ -228,7 +228,7 @@ class Followed:
             return at.expanded(shadow.sample, x.shape)
 
 
-def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> Place | None:
+def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> BatchAxis | None:
     axes = [axis for axis, size in enumerate(found.shape) if size > 1]
     for place in places(shape, rows, axes):
         owners = place.owners(shape[place.axis], rows, found.device).to(found.dtype)
@@ -250,7 +250,7 @@ class Shown:
     name: Hashable
     value: Tensor
     shadow: Shadow
-    place: Place | None
+    place: BatchAxis | None
     edge: GradientEdge | None = None
 
     @property
@@ -293,18 +293,18 @@ class Probe:
         """Of the values derived in this run."""
         self.derived: Shapes = {}
         """Of what was computed from parameters and constants alone."""
-        self.places: dict[Hashable, Place] = {}
+        self.places: dict[Hashable, BatchAxis] = {}
         self.entries: dict[Hashable, set[int]] = {}
         """How many a sample has, by layer or use."""
         self.moved: dict[Hashable, None] = {}
         """Layers and uses that have no one place."""
-        self.loose: dict[Hashable, Place | None] = {}
+        self.loose: dict[Hashable, BatchAxis | None] = {}
         """Where data have put the samples of these in this run, if that was one place."""
         self.coupled: dict[Hashable, Coupled] = {}
         """Those that are given what follows from several samples, or from their order: the error."""
         self.unseen: list[Hashable] = []
         """What follows from the batch before, or from memory that nobody was seen to write."""
-        self.returned: dict[str, dict[int, Place | None]] = {}
+        self.returned: dict[str, dict[int, BatchAxis | None]] = {}
         """Where the samples are in what modules returned, by their paths and numbers."""
         self.shown: list[Shown] = []
         self.outputs: list[Shown] = []
@@ -401,7 +401,7 @@ class Probe:
         error = coupled(called(name), cause, of, of_all=not value.dim())
         self.coupled.setdefault(name, error)
 
-    def _keep(self, name: Hashable, value: Tensor, shadow: Shadow, place: Place | None) -> None:
+    def _keep(self, name: Hashable, value: Tensor, shadow: Shadow, place: BatchAxis | None) -> None:
         if not self.compares:
             return
         with all_aside():
@@ -428,7 +428,7 @@ class Probe:
                     known[number] = None
 
     @property
-    def turns(self) -> dict[Hashable, Place | None]:
+    def turns(self) -> dict[Hashable, BatchAxis | None]:
         """Layers and uses in which samples take turns: of which sample each call is, by its number, as
         entries of an axis are; None where that follows no order.
         """
@@ -483,10 +483,10 @@ class Probe:
         return tensors
 
 
-def _repeated(value: Tensor, axis: int, rows: int) -> Place | None:
+def _repeated(value: Tensor, axis: int, rows: int) -> BatchAxis | None:
     """Where samples are in what repeats the same for each of them along this axis."""
     if value.shape[axis] == rows:
-        return Place(axis)
+        return BatchAxis(axis)
     with all_aside():
         x = value.detach()
         found = [
@@ -501,7 +501,7 @@ def is_unseen(shadow: Shadow) -> bool:
     return shadow.sample is not None and bool((shadow.sample == at.UNSEEN).any())
 
 
-def _turns(calls: list[int | None], rows: int) -> Place | None:
+def _turns(calls: list[int | None], rows: int) -> BatchAxis | None:
     """How samples take turns in these calls, if that is certain; a call of constants is of any."""
     found = [
         place for place in places((len(calls),), rows, [0])

@@ -142,7 +142,7 @@ def put_back(one: Any, state: Any) -> None:
 # model.
 
 
-Draw = Callable[..., Any]
+SampledBatch = Callable[..., Any]
 """Called in the place of a function that draws, with it and what it was given."""
 _OTHERS = {"getstate", "setstate", "get_state", "set_state", "seed"}
 """Functions of generators that draw nothing."""
@@ -165,7 +165,7 @@ def evenly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def drawn_by(draw: Draw, tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+def drawn_by(draw: SampledBatch, tables: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Inside, `draw` is called for the functions of `random` and `numpy.random`, in this thread.
 
     Args:
@@ -204,7 +204,7 @@ def drawn_by(draw: Draw, tables: Iterable[dict[str, Any]]) -> Iterator[None]:
 class _StandIn:
     """For a generator: calls of its methods go through `draw`."""
 
-    def __init__(self, one: Any, draw: Draw) -> None:
+    def __init__(self, one: Any, draw: SampledBatch) -> None:
         self._one, self._draw = one, draw
 
     @property  # type: ignore[misc]  # mypy knows __class__ as an attribute

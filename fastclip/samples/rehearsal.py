@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fastclip.core.system import no_memory
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError
 from fastclip.samples.agreement import Given, Kept, Matters, have_no_effect, hold_apart, unmasked
-from fastclip.samples.batch_axis import Place, called
+from fastclip.samples.batch_axis import BatchAxis, called
 from fastclip.samples.inputs import Cuts, inside, is_list
 from fastclip.samples.layout import MANY, BatchLayout
 from fastclip.samples.outputs import outlets_of
@@ -362,7 +362,7 @@ class Rehearsal:
             BatchSizeError: there is none.
         """
         trial, returned = self.trial, [one.probe.returned for one in self._runs]
-        sure: dict[str, dict[int, Place]] = {}
+        sure: dict[str, dict[int, BatchAxis]] = {}
         for path, held in returned[-1].items():
             if held and all(all((r.get(path) or {0: None}).values()) for r in returned):
                 found = {n: place for n, place in held.items() if place is not None}

@@ -16,7 +16,7 @@ from fastclip.clipping.policy import threshold
 from fastclip.core.torch_names import TorchDispatchMode, tree_leaves
 from fastclip.engine.validation import clone
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.ops.planner import Plan, Planner
+from fastclip.ops.planner import NormPlan, Planner
 from fastclip.testing.report import (
     SMALL,
     ModelCheck,
@@ -391,7 +391,7 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     return {found[0]: found for found in names.values()}
 
 
-def _rule(plan: Plan, names: list[str]) -> str:
+def _rule(plan: NormPlan, names: list[str]) -> str:
     """The rules of a parameter's uses, or of the layers that hold it: the nearest above each name."""
     used = [row for row in plan.rows if set(names) & set(row.path.partition(" in ")[0].split(", "))]
     rules = [row.rule for row in used if " in " in row.path]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import CheckError, FastclipError
-from fastclip.ops.planner import Plan, Planner
+from fastclip.ops.planner import NormPlan, Planner
 from fastclip.ops.random import set_aside
 
 # -------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class PrivateRun:
     """Clipped sums by parameter; None for one that got none."""
     leaked: tuple[str, ...]
     """Parameters that got an ordinary gradient, which nobody has clipped."""
-    plan: Plan
+    plan: NormPlan
 
 
 def private_run(

@@ -35,7 +35,7 @@ def test_a_checkpoint_of_the_first_format_loads() -> None:
         path=Path(__file__).with_name("first_format.pt"), module=private, optimizer=optimizer
     )
     assert engine.accountant.history == [(1.0, 0.25, 4)]
-    assert round(float(optimizer.keeper.clipping.next.threshold), 4) == 9.2735
+    assert round(float(optimizer.grad_state.clipping.next.threshold), 4) == 9.2735
     assert KEY not in rest
 
 

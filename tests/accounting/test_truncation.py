@@ -30,7 +30,7 @@ from fastclip.accounting.tuning import Poisson
 from fastclip.clipping.schedules import ConstantNoise, StepNoise
 from fastclip.core.opacus_names import create_accountant
 from fastclip.data.design import TRUNCATED, Releases, SamplingDesign
-from fastclip.data.draws import Draws
+from fastclip.data.draws import SampledBatches
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.refusal import refused
 
@@ -244,7 +244,7 @@ def test_an_engine_records_a_cut_draw() -> None:
     design = SamplingDesign(
         TRUNCATED, CUT.rate, 3.0, 10, CUT.rows, max_batch_size=CUT.max_batch_size
     )
-    draws = Draws(independent=True, required=False)
+    draws = SampledBatches(independent=True, required=False)
     record = Releases(design, draws, lambda: engine.accountant)
     record(Step(1))
     assert engine.accountant.history == [(1.0, CUT, 1)]

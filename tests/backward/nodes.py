@@ -52,4 +52,4 @@ def check(model: nn.Module, optimizer: Any, x: Tensor, twin: nn.Module) -> None:
 
 
 def private_paused(private: nn.Module) -> Any:
-    return private.keeper.pause()
+    return private.grad_state.pause()

@@ -62,13 +62,13 @@ def rows(*between: int) -> Tensor:
 
 def count(private: nn.Module) -> int:
     """How many calls of layers were bare in the last backward pass."""
-    return private.keeper.bare.listed
+    return private.grad_state.bare.listed
 
 
 def warm(model: nn.Module, x: Tensor, *, is_bare: bool = True) -> tuple[nn.Module, Any]:
     """A private model whose next steps are bare."""
     private, optimizer = nodes.warm(model, x, steps=4)
-    assert private.keeper.bare.listed or not (is_bare and bare.SERVES)
+    assert private.grad_state.bare.listed or not (is_bare and bare.SERVES)
     return private, optimizer
 
 
@@ -217,7 +217,7 @@ def test_autocast(between: tuple[int, ...], dtype: torch.dtype) -> None:
     for is_bare in (True, False):
         optimizer.zero_grad()
         if not is_bare:
-            private.keeper.bare.layers = []
+            private.grad_state.bare.layers = []
         with torch.autocast("cpu", dtype):
             step(private, x)
         sums = summed(dict(model.named_parameters()))
@@ -247,7 +247,7 @@ def test_bare_calls_are_no_new_way(cast: torch.dtype | None) -> None:
         with torch.autocast("cpu", cast, enabled=cast is not None):
             step(private, x)
     assert count(private) >= 2
-    assert len(private.keeper.calls.looks) == 1
+    assert len(private.grad_state.calls.looks) == 1
 
 
 def test_layers_share_a_copy_of_their_input() -> None:
@@ -598,7 +598,7 @@ def test_an_input_that_is_written_to_before_the_pass_ends() -> None:
 def test_another_thread_goes_the_usual_way() -> None:
     model, x = Net().double(), rows()
     private, optimizer = warm(model, x)
-    handle = next(h for h, module in private.keeper.bare.layers if module is model.second)
+    handle = next(h for h, module in private.grad_state.bare.layers if module is model.second)
     found: list[Any] = []
 
     def run(*_: object) -> None:

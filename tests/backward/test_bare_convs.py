@@ -52,7 +52,7 @@ def net(side: int = 5, dims: int = 2, **options: Any) -> tuple[nn.Module, Tensor
 
 def nodes(private: Any) -> int:
     """How many calls of layers were nodes in the last pass."""
-    return private.keeper.bare.listed + private.keeper.bare.taken
+    return private.grad_state.bare.listed + private.grad_state.bare.taken
 
 
 @settings(max_examples=40)
@@ -233,8 +233,8 @@ def test_layers_that_change_before_the_pass_ends(change: Any) -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3), nn.Flatten())
     x = torch.randn(B, 2, 9, 9, dtype=torch.float64)
     private, _ = warm(model.double(), x)
-    assert private.keeper.bare.taken == 2
-    assert not private.keeper.bare.listed
+    assert private.grad_state.bare.taken == 2
+    assert not private.grad_state.bare.listed
     loss = row_loss(private(x)).mean()
     change(model[2])
     with pytest.raises(FastclipError):

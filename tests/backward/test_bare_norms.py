@@ -80,7 +80,7 @@ def checked(model: nn.Module, data: Callable[[], Tensor], nodes: int) -> None:
     private, optimizer = warm(model, x)
     x = data()
     step(private, x)
-    assert private.keeper.bare.listed == nodes
+    assert private.grad_state.bare.listed == nodes
     check(model, optimizer, x, twin)
 
 
@@ -106,7 +106,7 @@ def test_a_traced_and_a_bare_step_agree_to_the_bit(
         optimizer.zero_grad()
         step(private, x)
         found.append((optimizer.per_sample_norms, summed(dict(model.named_parameters()))))
-    assert private.keeper.bare.listed == nodes
+    assert private.grad_state.bare.listed == nodes
     assert torch.equal(found[0][0], found[-1][0])
     assert all(torch.equal(found[0][1][n], found[-1][1][n]) for n in found[0][1])
 
@@ -184,7 +184,7 @@ def test_a_table_that_is_the_head_too() -> None:
     twin, x = copy.deepcopy(model), ids()
     private, optimizer = warm(model, x)
     step(private, x)
-    assert private.keeper.bare.listed == 5
+    assert private.grad_state.bare.listed == 5
     check(model, optimizer, x, twin)
 
 
@@ -287,7 +287,7 @@ def test_autocast(
         found.append((optimizer.per_sample_norms, summed(dict(model.named_parameters()))))
     assert torch.equal(found[0][0], found[-1][0])
     assert all(torch.equal(found[0][1][n], found[-1][1][n]) for n in found[0][1])
-    assert private.keeper.bare.listed == nodes
+    assert private.grad_state.bare.listed == nodes
 
 
 @ALL
@@ -341,7 +341,7 @@ def test_thresholds_of_their_own(
         optimizer.zero_grad()
         step(private, x)
         found.append(summed(dict(model.named_parameters())))
-    assert private.keeper.bare.listed == nodes
+    assert private.grad_state.bare.listed == nodes
     assert all(torch.equal(found[0][n], found[-1][n]) for n in found[0])
 
 
@@ -370,7 +370,7 @@ def test_small_parameters_lie_together_as_they_did() -> None:
         optimizer.zero_grad()
         step(private, x)
         found.append(summed(dict(model.named_parameters())))
-    assert private.keeper.bare.listed == 13
+    assert private.grad_state.bare.listed == 13
     assert all(torch.equal(found[0][n], found[-1][n]) for n in found[0] if n != "scale")
 
 

@@ -86,8 +86,8 @@ def ctrl_c(*_: Any) -> None:
 def test_a_forward_pass_that_nobody_ends(give_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C right behind its begin, before what would end it: the next one is a new one."""
     run = start(6, seed=2)
-    keeper, x = run.optimizer.keeper, next(iter(run.loader))
-    monkeypatch.setattr(keeper.calls, "begin", ctrl_c)
+    grad_state, x = run.optimizer.grad_state, next(iter(run.loader))
+    monkeypatch.setattr(grad_state.calls, "begin", ctrl_c)
     with pytest.raises(KeyboardInterrupt) as kept:  # a notebook keeps what was running, too
         run.model(x)
     monkeypatch.undo()
@@ -95,6 +95,6 @@ def test_a_forward_pass_that_nobody_ends(give_up: str, monkeypatch: pytest.Monke
     one_cycle(run, next(iter(run.loader)))
     del kept  # and lets go of it at any time
     gc.collect()
-    assert not keeper.depth
+    assert not grad_state.depth
     one_cycle(run, next(iter(run.loader)))
     assert run.steps == 2

@@ -296,16 +296,16 @@ def test_pickles_hold_no_raw_norms_counts_or_groups() -> None:
     engine.set_groups(torch.tensor([2, 1, 2, 0]))
     backward(private, rows(4))
     engine.set_groups(torch.tensor([1, 1, 2, 2]))
-    norms = private.keeper.per_sample_norms
+    norms = private.grad_state.per_sample_norms
     for p in private.parameters():
         p.summed_grad = None
     file = io.BytesIO()
     with contextlib.suppress(Exception):
         torch.save(private, file)
-    state = private.keeper.__getstate__()
+    state = private.grad_state.__getstate__()
     assert state["per_sample_norms"] is None
-    assert private.keeper.per_sample_norms is norms
-    inner = private.keeper.clipping.__getstate__()
+    assert private.grad_state.per_sample_norms is norms
+    inner = private.grad_state.clipping.__getstate__()
     assert [inner[name] for name in ("_counts", "_drawn", "_groups")] == [None] * 3
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:

@@ -209,4 +209,4 @@ def test_a_copy_is_not_paused() -> None:
     _, engine, private, _ = _made()
     with engine.paused():
         copied = copy.deepcopy(private)
-    assert not copied.keeper.paused
+    assert not copied.grad_state.paused

@@ -52,7 +52,7 @@ def start(model: nn.Module, strategy: Any = "flat", C: Any = 0.5, **options: Any
 def joined(optimizer: Any, owner: list[int] | UnitRows, reduction: str = "mean") -> None:
     """The rows of the next pass belong to these units."""
     units = owner if isinstance(owner, UnitRows) else unit_rows(owner, reduction)
-    optimizer.keeper.batch.next_units = units
+    optimizer.grad_state.batch.next_units = units
 
 
 def total_norm(sums: dict[str, Tensor]) -> float:

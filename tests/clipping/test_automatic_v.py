@@ -138,7 +138,7 @@ def test_units() -> None:
     units: UnitRows = unit_rows(owner, "mean")
     expected = directions(per_sample_gradients(model, x, units=units))
     _, private, optimizer, _ = make_private(model, max_grad_norm=C, clipping=clipping.automatic(0))
-    optimizer.keeper.batch.next_units = units
+    optimizer.grad_state.batch.next_units = units
     row_loss(private(x)).mean().backward()
     sums = summed(dict(model.named_parameters()))
     assert_sums(sums, {n: C * e.sum(0) for n, e in expected.items()}, 1e-9)
@@ -162,7 +162,7 @@ def test_float32_from_tiny_to_huge(name: str, memory_factor: float) -> None:
     _, private, optimizer, _ = make_private(
         twin, max_grad_norm=C, clipping=clipping.automatic(0), loss_reduction="sum"
     )
-    private.keeper.planner = Planner(memory_factor)
+    private.grad_state.planner = Planner(memory_factor)
     seen = {}
     for power in POWERS:
         optimizer.zero_grad()

@@ -72,7 +72,7 @@ def state_of(run) -> dict[str, torch.Tensor]:
     _, model, _, optimizer = run
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     values["threshold"] = optimizer.threshold.clone()
-    values["next"] = optimizer.keeper.clipping.next.threshold.clone()
+    values["next"] = optimizer.grad_state.clipping.next.threshold.clone()
     if optimizer.noisy_counts is not None:
         values["counts"] = optimizer.noisy_counts.clone()
     return values
@@ -97,7 +97,7 @@ def test_split_batches_are_whole_batches(name: str) -> None:
 @pytest.mark.parametrize("name", ["adaptive", "soft_ada_clip", "dpsgd_f_previous", "auto_s"])
 def test_thresholds_move_only_in_real_steps(name: str) -> None:
     engine, _, private, optimizer = start(PRESETS[name])
-    state = optimizer.keeper.clipping
+    state = optimizer.grad_state.clipping
     before = state.next.threshold.clone()
     for i in range(3):
         optimizer.signal_skip_step(i < 2)
@@ -287,7 +287,7 @@ def test_checkpoints_hold_nothing_secret(name: str) -> None:
     run = start(PRESETS[name])
     train(run, [rows(4)])
     engine, _, private, optimizer = run
-    noise = optimizer.keeper.clipping.noise
+    noise = optimizer.grad_state.clipping.noise
     before = optimizer.state_dict()
     engine.set_groups(groups_of(rows(8)))
     backward(private, rows(8))
@@ -343,7 +343,7 @@ def test_opacus_adaptive_keywords() -> None:
     assert gradients == pytest.approx((SIGMA**-2 - 8.0**-2) ** -0.5, rel=1e-12)
     backward(private, rows(4))
     optimizer.step()
-    policy = optimizer.keeper.clipping.strategy.threshold
+    policy = optimizer.grad_state.clipping.strategy.threshold
     assert (policy.target, policy.learning_rate, policy.lower, policy.upper) == (0.6, 0.3, 0.1, 5.0)
 
 
@@ -359,11 +359,14 @@ def test_opacus_schedulers_move_any_strategy() -> None:
     assert optimizer.noise_multiplier == SIGMA / 2
     _, _, _, groups = start(clipping.dpsgd_f(2, thresholds="previous_step"))
     groups.max_grad_norm = 3.0
-    assert groups.keeper.clipping.next.threshold.tolist() == [6.0, 6.0]
+    assert groups.grad_state.clipping.next.threshold.tolist() == [6.0, 6.0]
     _, _, _, cutoff = start(clipping.global_adapt(2.0))
     cutoff.max_grad_norm = 3.0
     assert cutoff.threshold.item() == 2.0
-    assert cutoff.keeper.clipping.strategy.sensitivity(cutoff.keeper.clipping.next).item() == 3.0
+    assert (
+        cutoff.grad_state.clipping.strategy.sensitivity(cutoff.grad_state.clipping.next).item()
+        == 3.0
+    )
 
 
 def test_noise_changed_between_the_counts_and_the_step() -> None:
@@ -373,7 +376,7 @@ def test_noise_changed_between_the_counts_and_the_step() -> None:
     backward(private, rows(4))
     spent = optimizer.noise_levels.counts
     optimizer.noise_multiplier = 2.0
-    assert optimizer.keeper.clipping.gradient_noise() == pytest.approx(
+    assert optimizer.grad_state.clipping.gradient_noise() == pytest.approx(
         (2.0**-2 - spent**-2) ** -0.5, rel=1e-12
     )
     optimizer.noise_multiplier = spent
@@ -407,7 +410,7 @@ def test_budget_is_met_by_any_strategy(name: str, accountant: str) -> None:
         target_epsilon=4.0, target_delta=1e-3, epochs=2, max_grad_norm=1.0,
         clipping=PRESETS[name],
     )  # fmt: skip
-    state = optimizer.keeper.clipping
+    state = optimizer.grad_state.clipping
     for _ in range(2 * len(loader)):
         optimizer.step_hook(optimizer)
         state.advance()

@@ -114,7 +114,7 @@ def test_a_pass_that_stops(strategy: str, where: str, monkeypatch: pytest.Monkey
         if where == "clipping":
             patch.setattr(ops, "clip_scale", clip_scale)
         else:
-            patch.setattr(type(private.keeper.batch), "end_pass", stop)
+            patch.setattr(type(private.grad_state.batch), "end_pass", stop)
         with pytest.raises(Stop):
             backward(engine, private)
     if where == "clipping":
@@ -134,6 +134,6 @@ def test_while_a_batch_waits_for_its_step(strategy: str) -> None:
     sensitivity = engine.mechanism().sensitivity
     backward(engine, private)
     assert engine.mechanism().sensitivity == sensitivity
-    twin = copy.deepcopy(private).keeper.clipping.current
+    twin = copy.deepcopy(private).grad_state.clipping.current
     assert twin.threshold.tolist() == threshold
     assert weights is None or twin.weights.tolist() == weights

@@ -10,9 +10,9 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fastclip.backward.state import BookKeeper
+from fastclip.backward.state import GradientState
 from fastclip.clipping import dp_sgd
-from fastclip.data.draws import Draws
+from fastclip.data.draws import SampledBatches
 from fastclip.data.loader import draw_securely, watch_draws
 from fastclip.engine.model import FastGradSampleHooks, FastGradSampleModule
 from fastclip.engine.optimizer import FastDPOptimizer
@@ -24,13 +24,13 @@ class Loader(DPDataLoader):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        watch_draws(self, Draws(independent=True, required=True))
+        watch_draws(self, SampledBatches(independent=True, required=True))
 
 
 def watched_sampler(**options: Any) -> Any:
     """Opacus' Poisson sampler as make_private leaves it."""
     loader: Any = SimpleNamespace(batch_sampler=UniformWithReplacementSampler(**options))
-    watch_draws(loader, Draws(independent=True, required=True))
+    watch_draws(loader, SampledBatches(independent=True, required=True))
     return loader.batch_sampler
 
 
@@ -44,15 +44,17 @@ def secure_sampler(**options: Any) -> Any:
 class Module(FastGradSampleModule):
     """The private model, without an engine; C is 1 until an `optimizer` says otherwise."""
 
-    newest: BookKeeper
+    newest: GradientState
 
     def __init__(
         self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean",
         strict: bool = True,
     ) -> None:  # fmt: skip
-        keeper = _keeper(m, batch_first, loss_reduction)
-        super().__init__(m, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
-        Module.newest = keeper
+        grad_state = _grad_state(m, batch_first, loss_reduction)
+        super().__init__(
+            m, grad_state=grad_state, batch_first=batch_first, loss_reduction=loss_reduction
+        )
+        Module.newest = grad_state
 
 
 class Hooks(FastGradSampleHooks):
@@ -62,20 +64,22 @@ class Hooks(FastGradSampleHooks):
         self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean",
         strict: bool = True,
     ) -> None:  # fmt: skip
-        keeper = _keeper(m, batch_first, loss_reduction)
-        super().__init__(m, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
+        grad_state = _grad_state(m, batch_first, loss_reduction)
+        super().__init__(
+            m, grad_state=grad_state, batch_first=batch_first, loss_reduction=loss_reduction
+        )
 
 
-def _keeper(m: nn.Module, batch_first: bool, loss_reduction: str) -> BookKeeper:
+def _grad_state(m: nn.Module, batch_first: bool, loss_reduction: str) -> GradientState:
     check_module(m)
     names = {p: name for name, p in m.named_parameters() if p.requires_grad}
     axis = 0 if batch_first else 1
-    return BookKeeper(names, dp_sgd(), 1.0, mean_loss=loss_reduction == "mean", batch_axis=axis)
+    return GradientState(names, dp_sgd(), 1.0, mean_loss=loss_reduction == "mean", batch_axis=axis)
 
 
 def optimizer(optimizer: Optimizer, max_grad_norm: float, **options: Any) -> FastDPOptimizer:
     """The private optimizer of the newest `Module`."""
-    private = FastDPOptimizer(optimizer, keeper=Module.newest, **options)
+    private = FastDPOptimizer(optimizer, grad_state=Module.newest, **options)
     private.max_grad_norm = max_grad_norm
     return private
 
@@ -86,6 +90,6 @@ def embedding_norms(
     """Norms of the gradients of an embedding's samples, as Opacus' norm sampler returns them."""
     private = Module(layer, loss_reduction="sum")
     private(activations[0]).backward(backprops)
-    norms = private.keeper.per_sample_norms
+    norms = private.grad_state.per_sample_norms
     assert norms is not None
     return {layer.weight: norms}

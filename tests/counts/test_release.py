@@ -92,7 +92,7 @@ def test_counts_draw_from_a_stream_of_their_own() -> None:
         torch.manual_seed(3)
         if isinstance(source, FastPrivacyEngine):
             _, optimizer = trained(source, steps=0)
-            source = optimizer.keeper.clipping.noise
+            source = optimizer.grad_state.clipping.noise
             torch.manual_seed(3)
         drawn.append(source.draw(like, 1.0))
     assert drawn[0].equal(drawn[1])

@@ -25,7 +25,7 @@ def test_a_batch_that_was_passed_over_leaves_no_room(seed: int, mode: str, looke
     if looked:
         for _ in run.loader:
             pass
-    draws = run.optimizer.batch.draws if mode != "fast" else run.model.keeper.batch.draws
+    draws = run.optimizer.batch.draws if mode != "fast" else run.model.grad_state.batch.draws
     for i, x in enumerate(run.loader):
         repeated = draws._newest.draw.size % 2
         if i == 0 and not repeated:

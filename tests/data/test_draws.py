@@ -257,7 +257,7 @@ def test_loops_that_only_look_leave_nothing_behind() -> None:
     for _ in range(20):
         for _ in run.loader:
             pass
-    assert len(run.optimizer.keeper.batch.draws._waiting) <= 2 * N
+    assert len(run.optimizer.grad_state.batch.draws._waiting) <= 2 * N
 
 
 def test_a_step_that_was_given_up_may_be_repeated() -> None:

@@ -97,8 +97,12 @@ def test_what_is_public(request_: dict, expected: tuple) -> None:
         ({"expected_batch_size": float("inf")}, "expected_batch_size expects", ArgumentError),
         ({"expected_batch_size": 0}, "expected_batch_size expects", ArgumentError),
         ({"max_batch_size": 0}, "max_batch_size expects an integer of at least 1", ArgumentError),
-        ({"unit_ids": [0] * N, "max_rows_per_unit": 0}, "max_rows_per_unit expects", ArgumentError),
-        ({"max_rows_per_unit": 2}, "needs unit_ids", ArgumentError),
+        (
+            {"unit_ids": [0] * N, "max_samples_per_unit": 0},
+            "max_samples_per_unit expects",
+            ArgumentError,
+        ),
+        ({"max_samples_per_unit": 2}, "needs unit_ids", ArgumentError),
         ({"unit_reduction": "max"}, "'mean' or 'sum'", ArgumentError),
     ],
 )
@@ -314,10 +318,10 @@ def test_a_poisson_sampler_of_another_data_set() -> None:
 def test_units_are_counted_in_the_place_of_rows() -> None:
     """N, B, q: of the units."""
     ids = ["a", "b", "a", "c", "c", "c", "b", "a", "d", "d", "e", "e"]
-    found = design(DataLoader(rows(), 4), unit_ids=ids, max_rows_per_unit=2)
+    found = design(DataLoader(rows(), 4), unit_ids=ids, max_samples_per_unit=2)
     assert (found.unit, found.units, found.rate, found.steps) == ("unit", 5, 1 / 3, 3)
     assert found.expected_batch_size == pytest.approx(5 / 3)
-    assert (found.max_rows_per_unit, found.unit_reduction, found.public) == (2, "mean", False)
+    assert (found.max_samples_per_unit, found.unit_reduction, found.public) == (2, "mean", False)
     given = design(DataLoader(rows(), 4), unit_ids=ids, sample_rate=0.2, expected_batch_size=1)
     assert (given.rate, given.expected_batch_size, given.steps, given.public) == (0.2, 1, 5, True)
     subset = DataLoader(rows(), 2, sampler=SubsetRandomSampler([0, 2, 3, 8]))

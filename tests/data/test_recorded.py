@@ -80,13 +80,13 @@ def test_epsilon_of_a_row_by_its_own_rate() -> None:
     assert rates is not None
     assert rates.tolist() == [0.5] * 6 + [0.25] * 6
     assert engine.accountant.history == [(1.0, 0.5, 6)]
-    assert engine.row_epsilon(1e-3, 0.5) == engine.get_epsilon(1e-3)
+    assert engine.sample_epsilon(1e-3, 0.5) == engine.get_epsilon(1e-3)
     mixed = epsilon([(1.0, 0.5, 2), (1.0, 0.25, 4)], 1e-3)  # only the last model's at its own
-    assert engine.row_epsilon(1e-3, 0.25) == pytest.approx(mixed, abs=1e-6)
-    assert engine.row_epsilon(1e-3, rates[-1]) == engine.row_epsilon(1e-3, 0.25)
+    assert engine.sample_epsilon(1e-3, 0.25) == pytest.approx(mixed, abs=1e-6)
+    assert engine.sample_epsilon(1e-3, rates[-1]) == engine.sample_epsilon(1e-3, 0.25)
     for rate in (0.0, 0.6, math.nan, "0.25", rates):
         with refused("one of this loader's rows"):
-            engine.row_epsilon(1e-3, rate)
+            engine.sample_epsilon(1e-3, rate)
 
 
 def test_a_pass_that_was_left_counts_whole() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fastclip.data.dataset import SameRows
+from fastclip.data.dataset import SameSamples
 from fastclip.errors import StepError
 from tests.networks import mlp
 from tests.oracle import make_private
@@ -109,12 +109,12 @@ MOVED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 def test_rows_that_have_moved(name: str) -> None:
     make, move = MOVED[name]
     dataset = make()
-    same = SameRows(dataset, UNIT)
+    same = SameSamples(dataset, UNIT)
     same.check()
     move(dataset)
     with refused("rows of the data set .* at other places .* leave the order as it is", StepError):
         same.check()
-    SameRows(dataset, UNIT).check()
+    SameSamples(dataset, UNIT).check()
 
 
 def cached(dataset: Any) -> None:
@@ -161,7 +161,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 def test_rows_that_are_where_they_were(name: str) -> None:
     make, change = CHANGED[name]
     dataset = make()
-    same = SameRows(dataset, UNIT)
+    same = SameSamples(dataset, UNIT)
     change(dataset)
     same.check()
 
@@ -170,7 +170,7 @@ def test_large_rows_by_some_of_their_entries(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("fastclip.data.dataset._BYTES", 64)
     for rows in (values(), values().numpy()):
         dataset = Held(rows=rows)
-        same = SameRows(dataset, UNIT)
+        same = SameSamples(dataset, UNIT)
         same.check()
         dataset.rows = rows[PERM.tolist()]
         with refused("leave the order as it is", StepError):
@@ -199,7 +199,7 @@ def test_passes_of_an_engine(unit_ids: Any) -> None:
 def test_rows_that_other_ranks_draw() -> None:
     """Whose they are is not known here; one that was drawn here has moved."""
     rows = list(values())
-    same = SameRows(rows, UNIT.where(UNIT % 2 == 0, -1))
+    same = SameSamples(rows, UNIT.where(UNIT % 2 == 0, -1))
     shuffle(rows)
     with refused("at other places", StepError):
         same.check()

@@ -123,9 +123,9 @@ def test_rows_cannot_be_put_in_the_place_of_the_drawn_ones(name: str) -> None:
 
 
 def test_units_are_drawn_as_they_were() -> None:
-    run = start(unit_ids=torch.arange(N) // 2, max_rows_per_unit=1)
-    run[-1].batch_sampler.max_rows_per_unit = None
-    with refused("max_rows_per_unit", StepError):
+    run = start(unit_ids=torch.arange(N) // 2, max_samples_per_unit=1)
+    run[-1].batch_sampler.max_samples_per_unit = None
+    with refused("max_samples_per_unit", StepError):
         train(run)
 
 

@@ -47,7 +47,7 @@ class Run:
         secure: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         asked: dict[str, Any] = {
-            n: options.pop(n) for n in ("max_rows_per_unit", "max_batch_size") if n in options
+            n: options.pop(n) for n in ("max_samples_per_unit", "max_batch_size") if n in options
         }
         original = DataLoader(
             Patients(), batch_size, generator=torch.Generator().manual_seed(seed), **options
@@ -164,7 +164,7 @@ def test_a_physical_batch_that_cannot_hold_a_unit() -> None:
     run = Run(14)
     with refused("allow physical batches of 4 rows", BatchSizeError), run.physical(3) as loader:
         list(loader)
-    bounded = Run(14, max_rows_per_unit=2)
+    bounded = Run(14, max_samples_per_unit=2)
     with bounded.physical(2) as loader:
         assert max(run_and_count(bounded, loader)) == 2
 

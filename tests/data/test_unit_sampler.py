@@ -60,7 +60,7 @@ def test_units_are_drawn_with_their_rate_and_independently(secure: bool) -> None
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_few_rows_of_a_unit_are_a_uniformly_random_subset_drawn_anew(secure: bool) -> None:
     """Of unit 2's five rows two: each of the 10 pairs as often; and independently in the next draw."""
-    found = list(sampler(1.0, secure, steps=8_000, max_rows_per_unit=2))
+    found = list(sampler(1.0, secure, steps=8_000, max_samples_per_unit=2))
     pairs = []
     for rows in found[:500]:
         assert rows.sizes == (2, 2, 2, 1)
@@ -82,8 +82,8 @@ def test_truncated_draws_are_cut_to_units() -> None:
 
 
 def test_what_a_unit_can_bring_at_most() -> None:
-    assert (sampler().largest, sampler(max_rows_per_unit=3).largest) == (5, 3)
-    assert sampler(max_rows_per_unit=9).largest == 5
+    assert (sampler().largest, sampler(max_samples_per_unit=3).largest) == (5, 3)
+    assert sampler(max_samples_per_unit=9).largest == 5
     assert sampler().num_samples == 4
 
 

@@ -33,7 +33,7 @@ def test_no_limit_cuts_nothing() -> None:
 
 
 def test_a_unit_that_fits_into_no_part() -> None:
-    with refused("allow physical batches of 5 rows.*max_rows_per_unit=4", BatchSizeError):
+    with refused("allow physical batches of 5 rows.*max_samples_per_unit=4", BatchSizeError):
         cut_between_units([1, 5], 4)
 
 

@@ -77,7 +77,7 @@ def train(folder: str, kind: str, fault: str, seed: str) -> dict[str, Any]:
     path = Path(folder) / "run.pt"
     if path.exists():
         made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
-    clip = made[2].keeper.clipping
+    clip = made[2].grad_state.clipping
     begun, said = clip.step, ""
     if fault == "none":
         return {"begun": begun, "history": sum(n for *_, n in made[0].accountant.history)}

@@ -247,7 +247,9 @@ def refusals() -> dict[str, str]:
         "units apart": told(units_apart),
         "epochs apart": told(epochs_apart),
         "schedules apart": told(schedules_apart),
-        "one rank alone": told(lambda: private(module(), max_rows_per_unit=1 if rank() else None)),
+        "one rank alone": told(
+            lambda: private(module(), max_samples_per_unit=1 if rank() else None)
+        ),
         "own order": told(lambda: private(module(), poisson=False)),
         "another's share": told(
             lambda: private(module(), poisson=False, loader=sampled(num_replicas=2, rank=0))

@@ -278,9 +278,9 @@ def kept_whole(made: tuple, net: Any) -> None:
 
 def released(made: tuple, net: nn.Module) -> None:
     """Nothing whole, and no sum of a whole parameter, is left after a step."""
-    keeper = made[2].keeper
-    assert not any(p.untyped_storage().nbytes() for p in keeper.names)
-    assert not keeper.sums._held
+    grad_state = made[2].grad_state
+    assert not any(p.untyped_storage().nbytes() for p in grad_state.names)
+    assert not grad_state.sums._held
 
 
 def in_small_buckets() -> Tensor:
@@ -336,7 +336,7 @@ def broken_off() -> dict[str, Any]:
                 rows.append(len(x))
                 if not made[2]._is_last_step_skipped:
                     break
-    return {"weights": weights(net), "steps": made[2].keeper.clipping.step, "rows": rows}
+    return {"weights": weights(net), "steps": made[2].grad_state.clipping.step, "rows": rows}
 
 
 def events() -> dict[str, Tensor]:

@@ -157,7 +157,7 @@ REFUSED = {
     "static graph": "omit static_graph",
     "apart": "noise_multiplier is 1 on one and 2 on another",
     "syncs": "leave it as make_private has set it",
-    "one rank alone": "max_rows_per_unit needs unit_ids",
+    "one rank alone": "max_samples_per_unit needs unit_ids",
     "clipped apart": "noise_std is 1 on one and 2 on another",
     "another order": "rows of the data set, in one order",
     "chosen apart": "rows that may be drawn, in one order",

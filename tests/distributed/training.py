@@ -164,7 +164,7 @@ def state(made: tuple, module: nn.Module) -> dict[str, Any]:
     """What is to be the same everywhere."""
     _, _, optimizer, _ = made
     found = {"weights": torch.cat([full(p.detach()).reshape(-1) for p in module.parameters()])}
-    clip = optimizer.keeper.clipping
+    clip = optimizer.grad_state.clipping
     found["thresholds"] = torch.cat([v.reshape(-1).double() for v in clip.next.tensors().values()])
     found["gradient"] = torch.cat([full(p.grad).reshape(-1) for p in module.parameters()])
     counts = optimizer.noisy_counts
@@ -323,7 +323,7 @@ def resumed_from_parts(folder: str, kind: str) -> dict[str, Any]:
     made = private(module, "adaptive", sigma=1.0, momentum=0.5)
     held = {"run": made[0].run_state(module=made[1], optimizer=made[2])}
     checkpoint.load(held, checkpoint_id=folder)
-    clip = made[2].keeper.clipping
+    clip = made[2].grad_state.clipping
     found = {
         "weights": torch.cat([full(p.detach()).reshape(-1).clone() for p in module.parameters()]),
         "momentum": momenta(made, module),
@@ -340,7 +340,7 @@ def resumed(folder: str, kind: str) -> dict[str, Any]:
     made = private(module, "adaptive", sigma=1.0, momentum=0.5)
     path = Path(folder) / "run.pt"
     made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
-    clip = made[2].keeper.clipping
+    clip = made[2].grad_state.clipping
     found = {
         "weights": torch.cat([full(p.detach()).reshape(-1).clone() for p in module.parameters()]),
         "momentum": momenta(made, module),

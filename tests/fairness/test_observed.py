@@ -340,7 +340,7 @@ def train(name: str, seen: FairnessRecorder | None) -> dict[str, Any]:
             seen.thresholds(step, optimizer)
     return {
         "weights": [p.detach().clone() for p in model.parameters()],
-        "next": list(optimizer.keeper.clipping.next.tensors().values()),
+        "next": list(optimizer.grad_state.clipping.next.tensors().values()),
         "threshold": [optimizer.threshold],
         "counts": [] if optimizer.noisy_counts is None else [optimizer.noisy_counts],
         "random": [torch.get_rng_state(), noise.get_state()],
@@ -384,7 +384,7 @@ def test_observing_waits_for_nothing(
     engine, private, optimizer, _ = make_private(
         model, clipping=strategy, noise_multiplier=1.0, max_grad_norm=c
     )
-    private.keeper.calls.layouts = here.keeper.calls.layouts
+    private.grad_state.calls.layouts = here.grad_state.calls.layouts
     seen = recorder(other=("x", "y"))
     for _ in range(3):
         optimizer.zero_grad()

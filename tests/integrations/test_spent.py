@@ -91,7 +91,7 @@ def test_a_generator_that_starts_again_is_warned_of(tmp_path: Path) -> None:
             trainer(tmp_path, noise_generator=generator).train(resume_from_checkpoint=folder)
 
 
-class Draws:
+class SampledBatches:
     """A collator that keeps what was drawn."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Draws:
 @pytest.mark.slow
 def test_a_second_run_draws_batches_of_its_own(tmp_path: Path) -> None:
     """With data_seed too; and a checkpoint of it goes on with its draws."""
-    draws = Draws()
+    draws = SampledBatches()
     run = trainer(tmp_path, bert(), data_collator=draws, arguments=SAVING)
     run.train()
     first, draws.drawn = draws.drawn[-STEPS:], []
@@ -120,7 +120,7 @@ def test_a_second_run_draws_batches_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_two_runs_of_an_engine_draw_the_same_batches(tmp_path: Path) -> None:
     """Its ledger counts both, as if their draws were independent."""
-    draws = Draws()
+    draws = SampledBatches()
     run = trainer(tmp_path, bert(), data_collator=draws, arguments=SAVING)
     run.train()
     first, draws.drawn = draws.drawn[-STEPS:], []

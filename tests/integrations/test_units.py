@@ -51,7 +51,7 @@ class Released(hf.TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         drawn, self.seen = self.seen, []
         self.plain.load_state_dict(self.run.model.state_dict())
-        size = self.run.dp_optimizer.keeper.batch.draws._used[-1].draw.size
+        size = self.run.dp_optimizer.grad_state.batch.draws._used[-1].draw.size
         expected = expected_sum(self.plain, drawn if size else [], self.reduction)
         for name, p in self.run.model.named_parameters():
             found = torch.zeros_like(p) if p.summed_grad is None else p.summed_grad
@@ -63,7 +63,10 @@ class Released(hf.TrainerCallback):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("physical", "accumulation"), [(24, 1), (8, 1), (4, 2)])
 def test_released_sums(tmp_path: Path, physical: int, accumulation: int, reduction: str) -> None:
-    told = UNITS | {"unit_reduction": reduction, "max_rows_per_unit": 3 if physical == 4 else None}
+    told = UNITS | {
+        "unit_reduction": reduction,
+        "max_samples_per_unit": 3 if physical == 4 else None,
+    }
     run = trainer(
         tmp_path, None, physical, accumulation, told | {"per_sample_max_grad_norm": C},
         train_dataset=ROWS,

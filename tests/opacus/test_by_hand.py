@@ -99,7 +99,7 @@ def test_what_the_model_holds_is_constant() -> None:
         optimizer.zero_grad()
         backward(wrapped, rows())
         optimizer.step()
-    assert len(wrapped.keeper.calls.looks) == 1
+    assert len(wrapped.grad_state.calls.looks) == 1
 
 
 def test_hooks_leave_the_model_itself() -> None:
@@ -280,7 +280,7 @@ def test_make_private_takes_it_without_its_wrapper(kind: type) -> None:
     )[0]
     assert private._module is model
     next(iter(loader))
-    private.keeper.batch.draws = None  # of no loader
+    private.grad_state.batch.draws = None  # of no loader
     backward(private, x)
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(want, 0.5), TOLERANCE)
 

@@ -99,13 +99,13 @@ def test_defaults_of_a_strategy() -> None:
 fastclip.opacus.install(clipping="automatic", gamma=0.0)
 from opacus import PrivacyEngine
 {TRAIN}
-kinds = [optimizer.keeper.clipping.strategy.kind]
+kinds = [optimizer.grad_state.clipping.strategy.kind]
 model.cleanup()
 model, optimizer, _ = PrivacyEngine().make_private(
     module=model._module, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(
         TensorDataset(torch.randn(40, 6)), batch_size=8), noise_multiplier=1.0, max_grad_norm=1.0,
     clipping="flat")
-print(kinds[0] != optimizer.keeper.clipping.strategy.kind)
+print(kinds[0] != optimizer.grad_state.clipping.strategy.kind)
 """
     assert run(code) == "True"
 
@@ -117,7 +117,7 @@ def test_opacus_own_modes_are_still_there() -> None:
 fastclip.opacus.install()
 from fastclip import FastPrivacyEngine as PrivacyEngine
 {TRAIN.replace("max_grad_norm=1.0)", "max_grad_norm=1.0, grad_sample_mode='hooks')")}
-print(hasattr(optimizer, "keeper"), len(engine.accountant))
+print(hasattr(optimizer, "grad_state"), len(engine.accountant))
 """
     assert run(code) == "False 1"
 

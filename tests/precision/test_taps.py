@@ -284,7 +284,7 @@ def test_parts_of_a_batch_add_up() -> None:
     private, optimizer, twin, params = compiled("words")
     x, C = words(10), float(optimizer.max_grad_norm)
     optimizer.zero_grad()
-    private.keeper.batch.accumulation_allowed = True
+    private.grad_state.batch.accumulation_allowed = True
     for part in x.split(5):
         optimizer.signal_skip_step(do_skip=part is not x)
         backward(private, part)
@@ -306,11 +306,11 @@ def test_paused_passes_leave_nothing() -> None:
     private, optimizer, _, params = compiled("net")
     optimizer.zero_grad()
     loss = row_loss(private(rows(5))).mean()
-    private.keeper.bare.slots.paused = True
+    private.grad_state.bare.slots.paused = True
     try:
         loss.backward()
     finally:
-        private.keeper.bare.slots.paused = False
+        private.grad_state.bare.slots.paused = False
     assert all(getattr(p, "summed_grad", None) is None for p in params.values())
 
 

@@ -85,7 +85,7 @@ def test_views_with_dropped_paths() -> None:
     for x, y in loader:
         optimizer.zero_grad()
         loss(private, x.repeat_interleave(2, 0), y.repeat_interleave(2)).backward()
-        assert optimizer.keeper.per_sample_norms.shape == (len(x),)
+        assert optimizer.grad_state.per_sample_norms.shape == (len(x),)
         optimizer.step()
     assert engine.get_epsilon(1e-2) > 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 from fastclip.samples.layout import Folds
 from tests.oracle import (
     TOLERANCE,
@@ -179,7 +179,7 @@ def at(*sizes: int) -> tuple[tuple[int, ...], ...]:
     return (sizes,)
 
 
-OUTER, INNER = Place(0, 1, 6), Place(0, 6, 1)
+OUTER, INNER = BatchAxis(0, 1, 6), BatchAxis(0, 6, 1)
 
 
 @pytest.mark.parametrize("place", [OUTER, INNER])
@@ -200,12 +200,12 @@ OUTER, INNER = Place(0, 1, 6), Place(0, 6, 1)
     ],
 )
 def test_what_other_lengths_tell(
-    place: Place, each: int, lengths: tuple[tuple[int, ...], ...], known: bool
+    place: BatchAxis, each: int, lengths: tuple[tuple[int, ...], ...], known: bool
 ) -> None:
     folds = Folds()
     folds.note("layer", place, [6], at(6, 6))
     one = (1, each) if place is OUTER else (each, 1)
-    assert folds.find("layer", each, lengths) == (Place(0, *one) if known else None)
+    assert folds.find("layer", each, lengths) == (BatchAxis(0, *one) if known else None)
     assert folds.find("another", each, lengths) is None
 
 
@@ -213,20 +213,20 @@ def test_calls_of_one_layer_that_fold_differently() -> None:
     """Which of them has grown is not known: only of shorter rows both tell."""
     folds = Folds()
     folds.note("layer", OUTER, [4, 6], at(6, 6))
-    assert folds.find("layer", 7, at(7, 6)) == Place(0, 1, 7)
+    assert folds.find("layer", 7, at(7, 6)) == BatchAxis(0, 1, 7)
     assert folds.find("layer", 8, at(7, 6)) is None
-    assert folds.find("layer", 5, at(5, 6)) == Place(0, 1, 5)
-    folds.note("layer", Place(0, 2, 4), [8], at(8, 6))  # between others: nothing tells of more
+    assert folds.find("layer", 5, at(5, 6)) == BatchAxis(0, 1, 5)
+    folds.note("layer", BatchAxis(0, 2, 4), [8], at(8, 6))  # between others: nothing tells of more
     assert folds.find("layer", 5, at(5, 6)) is None
-    assert folds.find("layer", 8, at(8, 6)) == Place(0, 2, 4)
+    assert folds.find("layer", 8, at(8, 6)) == BatchAxis(0, 2, 4)
 
 
 def test_what_calls_were_told_must_be_so() -> None:
     folds = Folds()
     folds.note("layer", OUTER, [6], at(6, 6))
-    assert folds.find("layer", 4, at(4, 6)) == Place(0, 1, 4)
+    assert folds.find("layer", 4, at(4, 6)) == BatchAxis(0, 1, 4)
     with refused("another order"):
-        folds.note("layer", Place(0, 2, 2), [4], at(4, 6))
+        folds.note("layer", BatchAxis(0, 2, 2), [4], at(4, 6))
 
 
 def test_what_was_known_is_put_back() -> None:

@@ -253,4 +253,4 @@ def test_draws_of_nobody(how: str, first: bool) -> None:
     assert (sizes[0] == 0) is first
     assert 0 in sizes[1:]
     assert 2 in sizes
-    assert private.keeper.calls.layouts["forward"].proven
+    assert private.grad_state.calls.layouts["forward"].proven

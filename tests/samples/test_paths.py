@@ -149,7 +149,7 @@ class Model(nn.Module):
 
 
 def looks(private: nn.Module) -> int:
-    return len(private.keeper.calls.looks)
+    return len(private.grad_state.calls.looks)
 
 
 def check_step(private: nn.Module, model: Model, x: Tensor, optimizer: Any) -> None:

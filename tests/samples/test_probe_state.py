@@ -185,7 +185,7 @@ def test_an_interrupted_look_leaves_no_trace(at: int, reads: bool) -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(state[n], p) for n, p in model.state_dict().items())
     assert "apply" not in vars(CheckpointFunction)
-    assert private.keeper.depth == 0
+    assert private.grad_state.depth == 0
     backward(private, x)
     check_exact(Stashing(), x, dtype=torch.float64)
 

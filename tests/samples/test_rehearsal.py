@@ -129,7 +129,7 @@ PROVEN: dict[str, Does] = {
 
 def passes(private: nn.Module) -> int:
     """Forward passes that were made beside the calls."""
-    return sum(look.passes for look in private.keeper.calls.looks)
+    return sum(look.passes for look in private.grad_state.calls.looks)
 
 
 @pytest.mark.parametrize("name", PROVEN)
@@ -142,7 +142,7 @@ def test_proven(name: str) -> None:
     grads = None if name == "dropout" else per_sample_gradients(model, Batch(given))
     private = make_private(model, max_grad_norm=0.1)[1]
     row_loss(private(*given)).mean().backward()
-    assert private.keeper.calls.layouts["forward"].proven
+    assert private.grad_state.calls.layouts["forward"].proven
     assert passes(private) <= 6
     if grads is not None:
         found = summed(dict(model.named_parameters()))
@@ -220,7 +220,7 @@ def test_left_to_values(name: str) -> None:
     torch.manual_seed(0)
     private = make_private(Model(APART[name]).double())[1]
     backward(private, torch.randn(B, T, D).double())
-    assert not private.keeper.calls.layouts["forward"].proven
+    assert not private.grad_state.calls.layouts["forward"].proven
     assert passes(private) > 6
 
 
@@ -327,7 +327,7 @@ def test_a_special_sample_comes_later() -> None:
         optimizer.zero_grad()
         row_loss(private(x, mask)).mean().backward()
         optimizer.step()
-    assert private.keeper.calls.layouts["forward"].proven
+    assert private.grad_state.calls.layouts["forward"].proven
     mask[2, 0], mask[3:, 1] = 2, 0
     with pytest.raises(FastclipError, match="computed from itself alone"):
         private(x, mask)
@@ -362,6 +362,6 @@ def test_a_new_way_is_traced() -> None:
         backward(private, torch.randn(B, T, D).double())
         optimizer.step()
         assert passes(private) == 3 + 3 * on
-    traced = private.keeper.trace.log.reports
+    traced = private.grad_state.trace.log.reports
     assert len(traced) == 2
     assert traced[-1].operations > traced[0].operations

@@ -293,4 +293,4 @@ def test_what_cells_of_opacus_note_of_a_batch_is_no_setting() -> None:
     private = make_private(Packed())[1]
     for size in (B, B - 1, B - 2, B - 1, B - 2, B):
         backward(private, (torch.randn(size, 5, D), torch.full((size,), 5)))
-    assert len(private.keeper.calls.looks) <= 2  # at first, and at one of a loop over samples
+    assert len(private.grad_state.calls.looks) <= 2  # at first, and at one of a loop over samples

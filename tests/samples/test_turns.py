@@ -112,7 +112,7 @@ def check(model: nn.Module, private: nn.Module, given: tuple[Tensor, Tensor]) ->
     private(*given).backward()
     grads = {n: torch.stack([g[n] for g in own]) for n in own[0]}
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, 0.1), 1e-10)
-    assert private.keeper.calls.layouts["forward"].proven
+    assert private.grad_state.calls.layouts["forward"].proven
 
 
 @pytest.mark.parametrize("does", APART, ids=lambda f: f.__name__)

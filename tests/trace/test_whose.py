@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 from fastclip.trace import attribution as at
 from fastclip.trace.memory import MOVED, ORDER, POSITIONS, Shadow
 from fastclip.trace.tracer import Tracer
@@ -187,11 +187,11 @@ def test_samples_lie_elsewhere_than_they_are_taken_to() -> None:
     for _ in range(3):
         optimizer.zero_grad()
         row_loss(private(x)).mean().backward()
-    layout = private.keeper.calls.layouts["forward"]
-    assert layout.places["layer"] == Place(1)
-    layout.places["layer"] = Place(0)
+    layout = private.grad_state.calls.layouts["forward"]
+    assert layout.places["layer"] == BatchAxis(1)
+    layout.places["layer"] = BatchAxis(0)
     optimizer.zero_grad()
-    private.keeper.trace.again(True)
+    private.grad_state.trace.again(True)
     with pytest.raises(RuntimeError, match="in other places in this batch"):
         row_loss(private(x)).mean().backward()
     optimizer.zero_grad()

@@ -210,7 +210,7 @@ def check_model(
         twin.load_state_dict(model.state_dict(), strict=False)
         grads = per_sample(twin, batch, loss)
         if units is not None:
-            optimizer.keeper.batch.next_units = units(len(next(iter(grads.values()))))
+            optimizer.grad_state.batch.next_units = units(len(next(iter(grads.values()))))
             grads = by_units(grads, units)
         optimizer.zero_grad()
         loss(called, batch).backward()
@@ -218,6 +218,6 @@ def check_model(
         assert relative_error(optimizer.per_sample_norms, norms(grads)) <= tolerance
         assert_sums(summed(trained), clipped_sum(grads, C), tolerance)
         optimizer.step()
-    trace = optimizer.keeper.trace  # a compiled model's may wait for another one
+    trace = optimizer.grad_state.trace  # a compiled model's may wait for another one
     trace.left, trace._traces = 0, False
     trace.end()

@@ -459,7 +459,7 @@ def test_an_interrupt_between_the_graphs_leaves_nothing(monkeypatch: pytest.Monk
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recording._keeper, "contribute", interrupted)
+    monkeypatch.setattr(recording._grad_state, "contribute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.step(x, y)
     assert not recording._first._handed

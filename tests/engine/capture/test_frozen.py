@@ -180,13 +180,13 @@ def test_a_row_that_is_not_finite_spoils_nothing_as_a_placeholder(
     x[0] = bad  # the row of which placeholders are copies
     run[4](x, y)
     assert relative_error(sums(run), eager(run, x[1:], y[1:])) <= 1e-10
-    counts = run[2].keeper.clipping._counts
+    counts = run[2].grad_state.clipping._counts
     assert (counts is None) == (strategy == "flat")
     other = start(public(run[1]), torch.randn(64, 6).double(),
                   clipping=STRATEGIES[strategy], max_grad_norm=run[2].max_grad_norm,
                   poisson_sampling=False)  # fmt: skip
     losses(other[1], x, y).mean().backward()
-    assert counts is None or torch.equal(counts, other[2].keeper.clipping._counts)
+    assert counts is None or torch.equal(counts, other[2].grad_state.clipping._counts)
 
 
 def test_an_empty_draw_is_a_step_of_noise_alone() -> None:
@@ -249,9 +249,9 @@ def test_passes_join_and_validation_passes_between_them_change_nothing() -> None
 
 def test_an_error_in_the_middle_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = captured()
-    keeper, (x, y) = run[1].keeper, batch()
+    grad_state, (x, y) = run[1].grad_state, batch()
     with monkeypatch.context() as patch:
-        patch.setattr(keeper.clipping, "clip", lambda *_, **__: 1 / 0)
+        patch.setattr(grad_state.clipping, "clip", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run[4](x, y)
     run[4](x, y)
@@ -334,8 +334,8 @@ def test_values_that_are_waited_for() -> None:
     run[2].zero_grad()
     with refused("cuda_graph=False", GraphError):
         run[4](x, y)
-    assert run[1].keeper.per_sample_norms is not None
-    assert not run[1].keeper.sums
+    assert run[1].grad_state.per_sample_norms is not None
+    assert not run[1].grad_state.sums
 
 
 def test_a_second_pass_is_refused_as_itself_where_a_capture_begins() -> None:

@@ -119,7 +119,7 @@ def test_a_streams_batch_is_not_run_in_parts() -> None:
     x, y = next(iter(loader))
     with pytest.raises(BatchSizeError, match="holds 24 rows and physical_batch is 8"):
         step(x, y)
-    assert optimizer.keeper.batch.fresh
+    assert optimizer.grad_state.batch.fresh
 
 
 @pytest.mark.parametrize("kind", ["detached", "integers"])

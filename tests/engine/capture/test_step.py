@@ -167,7 +167,7 @@ def test_a_replay_equals_one_sample_at_a_time() -> None:
     truth = _gradients(model._module, x, y)
     found = summed(dict(model._module.named_parameters()))
     assert relative_error(found, clipped_sum(truth, 0.5)) <= 1e-10
-    assert relative_error(model.keeper.per_sample_norms, norms(truth)) <= 1e-10
+    assert relative_error(model.grad_state.per_sample_norms, norms(truth)) <= 1e-10
 
 
 def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:

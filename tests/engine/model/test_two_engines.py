@@ -283,10 +283,10 @@ def test_copies_and_pickles_have_no_sums() -> None:
     _, held, _ = private(net, "fast")
     backward(held)
     twin = copy.deepcopy(held)
-    assert not twin.keeper.sums
-    assert twin.keeper.batch.fresh
+    assert not twin.grad_state.sums
+    assert twin.grad_state.batch.fresh
     assert all("summed_grad" not in vars(p) for p in twin._module.parameters())
-    state = pickle.loads(pickle.dumps(held.keeper.sums))
+    state = pickle.loads(pickle.dumps(held.grad_state.sums))
     assert not state
     x = backward(twin)
     reference = per_sample_gradients(model(), x, lambda y, _: row_loss(y) * 100)

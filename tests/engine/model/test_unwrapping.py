@@ -164,7 +164,7 @@ def test_a_deep_copy_clips_its_own_rows(trained: bool) -> None:
     plain = mlp()
     plain.load_state_dict(bare_state_dict(twin.state_dict(), plain))
     expected = norms(per_sample_gradients(plain, x))
-    torch.testing.assert_close(twin.keeper.per_sample_norms, expected.float())
+    torch.testing.assert_close(twin.grad_state.per_sample_norms, expected.float())
 
 
 def test_loops_that_ask_opacus_whether_a_model_is_wrapped() -> None:

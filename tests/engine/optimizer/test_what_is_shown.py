@@ -67,12 +67,12 @@ def test_a_state_that_was_loaded_is_not_the_callers() -> None:
     optimizer.step()
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
-    before = optimizer.keeper.clipping.next.threshold.clone()
+    before = optimizer.grad_state.clipping.next.threshold.clone()
     tensors = [x for x in saved[STATE].values() if isinstance(x, Tensor)]
     assert tensors
     for x in tensors:
         x.fill_(1e-3)
-    assert torch.equal(optimizer.keeper.clipping.next.threshold, before)
+    assert torch.equal(optimizer.grad_state.clipping.next.threshold, before)
 
 
 @pytest.mark.parametrize("mode", ["fast", "hooks"])

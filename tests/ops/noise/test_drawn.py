@@ -185,8 +185,8 @@ def test_no_copy_holds_states() -> None:
     run = Run(engine())
     run.walk(1)
     model = copy.deepcopy(run.private)
-    assert model.keeper.batch.account is None
-    assert model.keeper.clipping.noise.account is None
+    assert model.grad_state.batch.account is None
+    assert model.grad_state.clipping.noise.account is None
 
 
 def test_a_seed_that_makes_the_same_words_is_the_same() -> None:

@@ -65,7 +65,7 @@ def weighted(generator: torch.Generator | None) -> Callable[[], Tensor]:
 
 def units(generator: torch.Generator | None) -> Callable[[], Tensor]:
     sampler = UnitSampler(
-        torch.arange(64) // 2, sample_rate=0.5, steps=9, generator=generator, max_rows_per_unit=1
+        torch.arange(64) // 2, sample_rate=0.5, steps=9, generator=generator, max_samples_per_unit=1
     )
     return lambda: torch.tensor(next(iter(sampler)))
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from fastclip.data import loader as sampling
-from fastclip.data.draws import Draws
+from fastclip.data.draws import SampledBatches
 from fastclip.data.loader import draw_securely, permutation, poisson_sample, watch_draws
 from fastclip.errors import ArgumentError
 from tests.ops.noise.laws import ALPHA
@@ -149,7 +149,7 @@ def test_samplers_that_are_watched_are_pickled_plain() -> None:
     loader = DataLoader(DATA, 4, shuffle=True)
     draw_securely(loader)
     for _ in range(3):
-        watch_draws(loader, Draws(independent=False, required=False))
+        watch_draws(loader, SampledBatches(independent=False, required=False))
         draw_securely(loader)
     copied = pickle.loads(pickle.dumps(loader.batch_sampler))
     assert type(copied) is BatchSampler

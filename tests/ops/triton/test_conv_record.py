@@ -9,7 +9,7 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.backward.sums import LinearSums
 from fastclip.ops.dispatch import use_backend
-from fastclip.ops.planner import _GPU, Choice, Costs, Planner
+from fastclip.ops.planner import _GPU, Costs, NormMethod, Planner
 from fastclip.rules.conv import KernelRowsRecord, conv_record
 from fastclip.rules.records import (
     ConvRecord,
@@ -31,12 +31,12 @@ class Plans:
     """In the place of a layer's call, with a planner that has decided."""
 
     def __init__(self, method: str) -> None:
-        self.choice, self.last_input = Choice(method, 0.0, 0), ops.LastInput()
+        self.choice, self.last_input = NormMethod(method, 0.0, 0), ops.LastInput()
 
-    def plan_conv(self, x, g, geometry, name="weight") -> Choice:
+    def plan_conv(self, x, g, geometry, name="weight") -> NormMethod:
         return self.choice
 
-    def plan_linear(self, a, g, name="weight") -> Choice:
+    def plan_linear(self, a, g, name="weight") -> NormMethod:
         return self.choice
 
 

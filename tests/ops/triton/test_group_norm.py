@@ -291,9 +291,9 @@ def trained(
     with use_backend(backend), full_float32(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*kernel of group_norm.*")
         _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
-        trace = optimizer.keeper.trace  # as from the third step on, when kernels serve
+        trace = optimizer.grad_state.trace  # as from the third step on, when kernels serve
         trace.left, trace._traces = 0, False
-        optimizer.keeper.bare.layers = []  # nodes of a CPU ask for none
+        optimizer.grad_state.bare.layers = []  # nodes of a CPU ask for none
         for layer in model.modules():
             if isinstance(layer, (nn.GroupNorm, nn.InstanceNorm2d)):
                 layer.register_forward_hook(lambda *call: found.append(ops.channels_last(call[-1])))

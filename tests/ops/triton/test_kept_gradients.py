@@ -7,7 +7,7 @@ import torch
 
 from fastclip import ops
 from fastclip.ops.dispatch import use_backend
-from fastclip.ops.planner import Choice
+from fastclip.ops.planner import NormMethod
 from fastclip.rules.linear import linear_record
 from fastclip.rules.records import InstantiatedRecord, KeptRecord
 from tests.ops.triton.oracle import normal, relative_error
@@ -18,8 +18,8 @@ class Keeps:
 
     last_input: ops.LastInput | None = None
 
-    def plan_linear(self, a, g, name="weight") -> Choice:
-        return Choice("keep", 0.0, 0)
+    def plan_linear(self, a, g, name="weight") -> NormMethod:
+        return NormMethod("keep", 0.0, 0)
 
 
 def kept(dtype: torch.dtype, seed: int, *, transposed: bool = False) -> tuple:

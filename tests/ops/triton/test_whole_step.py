@@ -94,7 +94,7 @@ def test_units_take_their_bias_apart(monkeypatch) -> None:
         private = copy.deepcopy(model).to(DEVICE)
         with use_backend(backend):
             _, wrapped, optimizer, _ = make_private(private, max_grad_norm=0.5)
-            optimizer.keeper.batch.next_units = UnitRows(torch.tensor([0, 1, 0, 2]), 3, 2)
+            optimizer.grad_state.batch.next_units = UnitRows(torch.tensor([0, 1, 0, 2]), 3, 2)
             row_loss(wrapped(x.to(DEVICE))).mean().backward()
         found.append(optimizer.per_sample_norms)
     assert relative_error(*found) <= 1e-5

@@ -20,7 +20,7 @@ from fastclip.rules.contraction import GroupedRecord, ProductRecord, RoutedRecor
 from fastclip.rules.contribution import FoldedRecord
 from fastclip.rules.records import ConvRecord, ViewedRecord
 from fastclip.rules.reuse import RegionsRecord, geometry_of
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 from tests import oracle
 from tests.units import unit_rows
 
@@ -112,7 +112,7 @@ def _einsum(a: Tensor, g: Tensor) -> Record:
 
 def _folded(a: Tensor, g: Tensor) -> Record:
     rows = (x.view(8, -1, 1) for x in (a, g))
-    return FoldedRecord(LinearRecord(*rows, ghost=True), Place(0, 1, 8), 1)
+    return FoldedRecord(LinearRecord(*rows, ghost=True), BatchAxis(0, 1, 8), 1)
 
 
 def _regions(a: Tensor, g: Tensor) -> Record:

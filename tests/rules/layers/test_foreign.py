@@ -191,7 +191,7 @@ def test_nothing_of_a_transform_is_left_behind() -> None:
     assert model[1].last.shape == x.shape
 
 
-class Aside(nn.Module):
+class SharedInputs(nn.Module):
     """Sets an auxiliary loss aside, as routers do."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class Aside(nn.Module):
 @pytest.mark.parametrize("detached", [True, False])
 def test_a_loss_set_aside(first: Callable, detached: bool) -> None:
     """Beside a loss of the output, it counts for each sample."""
-    layer = Aside()
+    layer = SharedInputs()
 
     def losses(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         own = row_loss(m(x))
@@ -218,7 +218,7 @@ def test_a_loss_set_aside(first: Callable, detached: bool) -> None:
 
 @pytest.mark.parametrize("first", [nn.Identity, lambda: nn.Linear(6, 6)])
 def test_nothing_but_a_loss_set_aside(first: Callable) -> None:
-    layer = Aside()
+    layer = SharedInputs()
     private = make_private(nn.Sequential(first(), layer))[1]
     private(torch.randn(4, 6))
     with refused("without passing through the output"):

@@ -17,7 +17,7 @@ from fastclip.rules.contribution import FoldedRecord
 from fastclip.rules.embedding import MaxBagRecord
 from fastclip.rules.records import ViewedRecord
 from fastclip.rules.reuse import RegionsRecord, geometry_of
-from fastclip.samples.batch_axis import Place
+from fastclip.samples.batch_axis import BatchAxis
 from tests.oracle import DTYPES, TOLERANCE, relative_error
 from tests.units import LAYOUTS, unit_rows
 
@@ -87,11 +87,11 @@ def _product(b: int, dtype: torch.dtype, p: int = P) -> Record:
 
 
 def _folded(b: int, dtype: torch.dtype) -> Record:
-    return FoldedRecord(_conv(2 * b, dtype), Place(0, 1, 2), b)  # type: ignore[arg-type]
+    return FoldedRecord(_conv(2 * b, dtype), BatchAxis(0, 1, 2), b)  # type: ignore[arg-type]
 
 
 def _folded_outside(b: int, dtype: torch.dtype) -> Record:
-    return FoldedRecord(_conv(2 * b, dtype, ghost=True), Place(0, 2, 1), b)  # type: ignore[arg-type]
+    return FoldedRecord(_conv(2 * b, dtype, ghost=True), BatchAxis(0, 2, 1), b)  # type: ignore[arg-type]
 
 
 def _viewed(b: int, dtype: torch.dtype) -> Record:

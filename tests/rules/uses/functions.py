@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastclip.rules.recompute import ReplayUse
+from fastclip.rules.recompute import RecomputeUse
 from tests.oracle import backward, check_exact, make_private
 
 B, T, D = 4, 5, 6
@@ -47,11 +47,11 @@ def batch(*shape: int) -> Tensor:
 def no_replay() -> Iterator[None]:
     """The functions inside have rules of their own: nothing is called again for every sample."""
 
-    def refused(self: ReplayUse, use: object) -> None:
+    def refused(self: RecomputeUse, use: object) -> None:
         raise AssertionError("the generic rule was used")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReplayUse, "records", refused)
+        patch.setattr(RecomputeUse, "records", refused)
         yield
 
 

@@ -101,7 +101,7 @@ def test_functions_that_take_a_shape_or_a_type_of_samples(use: Callable) -> None
     check_exact_as_it_is(Model(use), batch())
     private = make_private(Model(use))[1]
     row_loss(private(batch())).mean().backward()
-    assert private.keeper.calls.layouts["forward"].proven
+    assert private.grad_state.calls.layouts["forward"].proven
 
 
 @pytest.mark.parametrize("function", [torch.div, torch.atan2])
@@ -247,7 +247,7 @@ def test_functions_are_known_by_who_calls_them() -> None:
     ids = torch.randint(0, 7, (5, 3), generator=torch.Generator().manual_seed(1))
     private = make_private(Twice())[1]
     row_loss(private(ids)).mean().backward()
-    layout = private.keeper.calls.layouts["forward"]
+    layout = private.grad_state.calls.layouts["forward"]
     assert not layout.moved
     found = [place.axis for use, place in layout.places.items() if use != "head"]
     assert sorted(found) == [0, 1]

@@ -109,7 +109,7 @@ def test_rows_and_entries_of_several_samples_are_refused() -> None:
         use.row_owners()
 
 
-class Aside(Experts):
+class SharedInputs(Experts):
     """What expert 0 has made is kept for a loss of its own, past the module's output."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def test_a_small_share_that_passes_the_module_by_is_refused(coupled: bool) -> No
             return out + 1e-7 * (kept.sum() if coupled else kept)[..., None, None]
 
     model = Losses(linear)
-    model.experts = Aside(linear)
+    model.experts = SharedInputs(linear)
     with pytest.raises(FastclipError):
         check_exact(model, batch(B, T, D), dtype=torch.float64)
 
