@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.worst_case.genome import Count, Gene, Genome, NormMethod, Space
+from bench.worst_case.genome import Count, Gene, Genome, Choice, Space
 from bench.worst_case.operands import in_batch, pair, pair_genes
 from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_record
 from fastclip import ops
@@ -26,7 +26,7 @@ from fastclip.rules.records import ViewedRecord, kept_record
 from fastclip.rules.reuse import RegionsRecord, geometry_of
 from fastclip.samples.batch_axis import BatchAxis
 
-BATCH_GENES: Space = {"batch": NormMethod((1, 1, 1, 2, 3)), "place": NormMethod((0, 1, 2))}
+BATCH_GENES: Space = {"batch": Choice((1, 1, 1, 2, 3)), "place": Choice((0, 1, 2))}
 NOTHING_KEPT = Planner(memory_factor=0.0)
 _MOST = 2**15
 """Numbers of an operand, from which on its rows are no longer than 16."""
