@@ -181,7 +181,7 @@ def collate(rows: Any) -> tuple[Tensor]:
 # i], and
 # is as good as none elsewhere: what the engine adds there, beside noise, is this row's clipped
 # contribution or nothing. Most are far above the threshold, every eleventh has a norm of its own
-# (canaries.py). Each is in the data set by a fair coin. What the engine releases in each step is
+# (`Canaries`). Each is in the data set by a fair coin. What the engine releases in each step is
 # scored
 # by the likelihood ratio of the claimed mechanism. The audit knows, too, who was drawn: what is
 # released beside exactly clipped sums of these rows, and exact counts, must be noise alone.

@@ -1,6 +1,6 @@
 """Engines that are broken on purpose, in the ways in which private training has been broken.
 
-Each `Mutant` replaces one function (broken.py), and is audited in a setting in which it matters. Only
+Each `Mutant` replaces one function, and is audited in a setting in which it matters. Only
 `python -m fastclip.audit --mutants` imports this module.
 """
 

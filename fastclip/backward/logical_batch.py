@@ -182,7 +182,7 @@ class LogicalBatch:
 
     @property
     def state(self) -> State:
-        """Of the sums; what it allows is in batch_states.py."""
+        """Of the sums; what it allows is in the table of states."""
         broken = self._changing and not self.retired
         return State.BROKEN if broken else self._state
 

@@ -1,4 +1,4 @@
-"""A process of its own that compiles what a plan says: `python -I -S worker.py PLAN LOCK`.
+"""A process of its own that compiles what a plan says: `python -I -S build_worker.py PLAN LOCK`.
 
 It imports nothing of fastclip, and no torch. A library gets its name when it is whole and was tried, so
 that whoever ends this process leaves nothing that would be loaded.

@@ -9,7 +9,7 @@ Three ways to a linear or convolutional layer's norm:
 - recompute: the per-sample gradient is computed a few samples at a time, for its norm, and again
   for the clipped sum.
 
-The constants are the rates of the device (costs.py); only their ratios matter.
+The constants are the rates of the device (`Costs`); only their ratios matter.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def test_a_file_that_was_interrupted_goes_on_and_opens(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     run[0].write_ahead(path)
     taken = interrupted = 0
-    for ctrl_c in at_every_line("held_file.py", "write_ahead.py", "ledger_lines.py"):
+    for ctrl_c in at_every_line("accounting/ledger_file.py"):
         try:
             with ctrl_c:
                 walk(run, 1)

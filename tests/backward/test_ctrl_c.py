@@ -14,7 +14,7 @@ from fastclip.errors import FastclipError
 from tests.data.test_draws import Run, start
 from tests.interrupts import CtrlC
 
-FILES = ("logical_batch.py", "step_hooks.py", "opacus_step.py")
+FILES = ("logical_batch.py", "engine/release.py", "opacus_modes/step.py")
 CALLS = ("_close", "zero_grad", "discard", "pre_step", "clip_and_accumulate")
 
 

@@ -1,6 +1,6 @@
 """The batches of a run, against the Poisson sampling that the ledger records of its steps.
 
-The laws are those of the audit (fastclip/audit/draws_law.py), whose own tests say what they find.
+The laws are those of the audit (fastclip/audit/laws.py), whose own tests say what they find.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from fastclip.ops.noise import NoiseSource, SeededNoise
 # -------------------------------------------------------------------------------------------------
 # No optimizer but the private one may step on a model of Opacus' modes: there `p.grad` is raw.
 #
-# The gate of an inner optimizer (inner_step.py) knows the one that was given to make_private. Any
+# The gate of an inner optimizer (`Gate`) knows the one that was given to make_private. Any
 # other,
 # made before or after, is met here: one hook of torch's hears of every optimizer's step, and looks
 # whether

@@ -47,7 +47,7 @@ def test_no_noise_is_drawn_before(mode: str) -> None:
 def test_a_ledger_that_fails_and_ctrl_c_together() -> None:
     """Nothing noisy is left behind, and no threshold has moved, wherever the interruption falls."""
     interrupted = 0
-    for ctrl_c in at_every_line("engine/optimizer.py", "step_hooks.py", "engine/release.py"):
+    for ctrl_c in at_every_line("engine/optimizer.py", "engine/release.py"):
         engine, private, optimizer = start("fast", clipping=Clipping(threshold=Quantile()))
         backward(private, optimizer)
         threshold = optimizer.max_grad_norm

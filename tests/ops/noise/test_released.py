@@ -1,6 +1,6 @@
 """What runs release beside their sums, against the stated law: N(0, (sigma S / B)^2), once a step.
 
-The laws are those of the audit (fastclip/audit/noise_law.py), whose own tests say what they find.
+The laws are those of the audit (fastclip/audit/laws.py), whose own tests say what they find.
 """
 
 from __future__ import annotations
