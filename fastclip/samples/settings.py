@@ -31,7 +31,7 @@ from fastclip.samples.state import TORCHS, is_object
 Key = tuple[Hashable, ...]
 
 
-class BatchAxis(NamedTuple):
+class Setting(NamedTuple):
     """A name in a table.
 
     Args:
@@ -52,14 +52,14 @@ class BatchAxis(NamedTuple):
             return None
 
 
-def places_of(table: Any, names: Iterable[Any], owner: Any = None) -> Iterator[BatchAxis]:
+def places_of(table: Any, names: Iterable[Any], owner: Any = None) -> Iterator[Setting]:
     """Of these names in a list, a mapping, or an object.
 
     Args:
         owner: whose the table is, where it is made anew (a class's).
     """
     read, number = _reader(table), id(table if owner is None else owner)
-    return (BatchAxis((number, name), read, table, name) for name in [*names])
+    return (Setting((number, name), read, table, name) for name in [*names])
 
 
 def _reader(table: Any) -> Callable[[Any, Any], Any]:
@@ -193,10 +193,10 @@ class Settings:
     def _find(self) -> None:
         self._sized: dict[Key, Sized] = {}
         """What holds settings, and would hold more of them if it grew."""
-        self._held: list[BatchAxis] = []
+        self._held: list[Setting] = []
         """Where it stands, itself."""
-        self._plain: list[BatchAxis] = []
-        self._tensors: list[BatchAxis] = []
+        self._plain: list[Setting] = []
+        self._tensors: list[Setting] = []
         self._known: set[int] = set()
         for module in self._model.modules():
             self._of_module(module)
@@ -248,7 +248,7 @@ class Settings:
             elif depth < _DEEPEST and place.name not in TORCHS:
                 self._of_value(place, value, depth + 1)
 
-    def _of_value(self, place: BatchAxis, value: Any, depth: int) -> None:
+    def _of_value(self, place: Setting, value: Any, depth: int) -> None:
         table: Any = value
         names: Iterable[Any]
         if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
@@ -271,9 +271,9 @@ class Settings:
         return apart and type(value).__module__ != self._home
 
 
-def _standing(places: Iterable[BatchAxis], of: Callable[[Any], Any]) -> Iterator[Facts]:
+def _standing(places: Iterable[Setting], of: Callable[[Any], Any]) -> Iterator[Facts]:
     """What stands in these places, in a column for each kind of table."""
-    columns: dict[Any, list[BatchAxis]] = {}
+    columns: dict[Any, list[Setting]] = {}
     for place in places:
         columns.setdefault(place.read, []).append(place)
     for read, found in columns.items():
