@@ -51,7 +51,7 @@ STRATEGIES: dict[str, Callable[[int], Clipping]] = {  # of the number of steps
     "naive_reweighting": lambda steps: clipping.naive_reweighting(num_groups=2),
     "sad_dpsgd": lambda steps: clipping.sad_dpsgd(total_steps=steps),
 }
-COLOURS = dict(zip(STRATEGIES, plt.get_cmap("Dark2").colors, strict=True))
+COLORS = dict(zip(STRATEGIES, plt.get_cmap("Dark2").colors, strict=True))
 SCORES = {"accuracy": "accuracy", "rare": f"class {RARE}", "worst": "worst class"}
 NOT_PRIVATE = (
     "Accuracies look at raw test data and are NOT private: on private data, choosing a strategy by "
@@ -163,11 +163,11 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
     """Accuracies on the left, thresholds of the first seed on the right."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for place, (name, runs) in enumerate(results.items()):
-        colour = COLOURS[name]
+        color = COLORS[name]
         (common, _), (rare, error) = (mean_and_error(runs, key) for key in ("accuracy", "rare"))
         left.plot([rare, common], [place, place], color="#dadce0", linewidth=2, zorder=1)
-        left.plot(common, place, "D", color=colour, markerfacecolor="white")
-        left.errorbar(rare, place, xerr=error, fmt="o", color=colour, capsize=3, markersize=8)
+        left.plot(common, place, "D", color=color, markerfacecolor="white")
+        left.errorbar(rare, place, xerr=error, fmt="o", color=color, capsize=3, markersize=8)
     left.set_yticks(range(len(results)), list(results))
     left.invert_yaxis()
     left.set_xlim(0, 1)
@@ -205,7 +205,7 @@ def _thresholds(axes: Axes, thresholds: dict[str, list]) -> None:
         columns = lines[name].reshape(len(lines[name]), -1).T  # [k, t]
         groups = [name] if len(columns) == 1 else [f"{name}, others", f"{name}, class {RARE}"]
         for label, line, width in zip(groups, columns, (1.8, 0.6), strict=False):
-            axes.plot(line, color=COLOURS[name], linewidth=width, label=label)
+            axes.plot(line, color=COLORS[name], linewidth=width, label=label)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -271,7 +271,7 @@ def test_any_compiler_takes_the_random_numbers(tmp_path: Path) -> None:
     key = struct.pack("<8I", *range(1, 9))
     fill("chacha20", [guarded], key, guarded=True)
     fill("philox", [plain], key)
-    # the first thread's four runs of four neighbours
+    # the first thread's four runs of four neighbors
     runs = [i + j for i in range(0, 4096, 1024) for j in range(4)]
     assert values[:16] == pytest.approx(guarded[runs].tolist(), rel=1e-6)
     assert values[16:] == pytest.approx(plain[runs].tolist(), rel=1e-14)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping, ops
-from tests.test_no_synchronisation import MODELS, STRATEGIES
+from tests.test_no_synchronization import MODELS, STRATEGIES
 
 DEFAULTS = [(torch.float64, None), (torch.bfloat16, None), (torch.float32, "meta")]
 LAYERED = {
@@ -100,7 +100,7 @@ def test_a_run(name: str, strategy: str, dtype: torch.dtype, device: str | None)
 
 @pytest.mark.parametrize(("dtype", "device"), DEFAULTS)
 @pytest.mark.parametrize("strategy", ["flat", "per_layer", "adaptive"])
-def test_materialised_gradients(strategy: str, dtype: torch.dtype, device: str | None) -> None:
+def test_materialized_gradients(strategy: str, dtype: torch.dtype, device: str | None) -> None:
     """Of Opacus' modes: the operation that clips them, and a whole run where Opacus allows one."""
     torch.manual_seed(0)
     samples = [torch.randn(4, 3, 2), torch.randn(4, 5).bfloat16()]

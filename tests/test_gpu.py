@@ -20,7 +20,7 @@ from fastclip.ops.noise import SecureNoise, SeededNoise
 from tests.ops.noise.laws import assert_standard_normal, assert_uncorrelated
 from tests.ops.noise.test_secure_mode import noise_of_a_step, start
 from tests.oracle import make_private, relative_error, row_loss, summed
-from tests.test_no_synchronisation import MODELS, STRATEGIES
+from tests.test_no_synchronization import MODELS, STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def _double(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_does_not_synchronise(name: str, strategy: str) -> None:
+def test_a_step_does_not_synchronize(name: str, strategy: str) -> None:
     build, make_inputs = MODELS[name]
     model, inputs = build().cuda(), make_inputs().cuda()
     engine, private, optimizer, _ = make_private(
@@ -156,7 +156,7 @@ def test_a_replayed_step_is_the_step(name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("secure", [False, pytest.param(True, marks=extension)])
-def test_a_replayed_step_does_not_synchronise_and_draws_new_noise(secure: bool) -> None:
+def test_a_replayed_step_does_not_synchronize_and_draws_new_noise(secure: bool) -> None:
     _, private, optimizer, loader, step = _twin_steps("rows", "flat", secure)[1]
     gradients = []
     for number, (x, y) in enumerate(loader):
@@ -271,7 +271,7 @@ def test_whose_gradients_of_attention_are(kernel: str, autocast: bool, masked: b
 
 
 @extension
-def test_a_secure_step_does_not_synchronise() -> None:
+def test_a_secure_step_does_not_synchronize() -> None:
     """The key is a parameter of the launch: nothing is copied, nothing waited for."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).cuda()
     _, private, optimizer, _ = make_private(

@@ -93,6 +93,9 @@ def test_an_old_keyword() -> None:
     assert engine.sampling.max_samples_per_unit == 2
     with pytest.warns(DeprecationWarning, match="use sample_epsilon"):
         assert engine.row_epsilon(1e-3, 0.25) == engine.sample_epsilon(1e-3, 0.25)
+    claim = engine.mechanism()
+    with pytest.warns(DeprecationWarning, match="use neighbors"):
+        assert claim.neighbours == claim.neighbors
     with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
         told = PrivacyArguments(1.0, 1e-3, 1.0, unit_ids=ids, max_rows_per_unit=3)
     assert told.sampling(rows)["max_samples_per_unit"] == 3

@@ -1,4 +1,4 @@
-"""The oracle itself, against a closed form and against Opacus' materialised gradients."""
+"""The oracle itself, against a closed form and against Opacus' materialized gradients."""
 
 from __future__ import annotations
 

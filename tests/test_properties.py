@@ -116,7 +116,7 @@ def test_group_norm(
 
 
 def loose(dtype: torch.dtype) -> float:
-    """Normalisation divides by a deviation that random shapes can make small."""
+    """Normalization divides by a deviation that random shapes can make small."""
     return {torch.float64: 1e-9, torch.float32: 1e-4}[dtype]
 
 
@@ -168,7 +168,7 @@ def test_no_sample_exceeds_the_threshold(network: str, dtype: torch.dtype, seed:
 @pytest.mark.one_in(1)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("removed", range(4))
-def test_neighbouring_batches(network: str, removed: int) -> None:
+def test_neighboring_batches(network: str, removed: int) -> None:
     """One row more or less moves the sum by at most C, in float64."""
     make, shape = NETWORKS[network]
     C = 0.5

@@ -51,7 +51,7 @@ def test_nothing_depends_on_the_number_of_rows(rows: int) -> None:
         _, engine = run(n, 0, **GIVEN)
         found = engine.mechanism(delta=1e-5, epochs=10)
         assert found.public_size
-        assert "added or removed" in found.neighbours
+        assert "added or removed" in found.neighbors
         designs.append((
             found.sample_rate, found.expected_batch_size, found.noise, found.taken, found.planned,
             found.epsilon, found.planned_epsilon,
@@ -89,7 +89,7 @@ def test_an_attacker_of_few_rows() -> None:
     false, true = seen["follow"]
     assert true - false == pytest.approx(true)
     _, engine = run(2, 0)
-    assert "zero-out" in engine.mechanism().neighbours  # and it says so
+    assert "zero-out" in engine.mechanism().neighbors  # and it says so
 
 
 def test_a_statement_for_an_audit_file() -> None:

@@ -115,7 +115,7 @@ def test_all_is_said_of_units() -> None:
         4,
     )  # N is a secret
     assert engine.sampling.units == len(SIZES)
-    assert "one unit, added or removed" in found.neighbours
+    assert "one unit, added or removed" in found.neighbors
     assert len(loader) == 2  # round(1 / 0.4)
     assert sum(steps for *_, steps in found.planned) == 4
     told = engine.explain(

@@ -454,7 +454,7 @@ def test_epsilon_and_batch_size_do_not_depend_on_views() -> None:
             optimizer.step()
         said = engine.mechanism(delta=1e-5)
         found.append((engine.get_epsilon(1e-5), optimizer.expected_batch_size, said.sample_rate,
-                      said.unit, said.neighbours, len(loader)))  # fmt: skip
+                      said.unit, said.neighbors, len(loader)))  # fmt: skip
     assert found[0] == found[1]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.worst_case.genome import Count, Gene, Genome, Choice, Space
+from bench.worst_case.genome import Choice, Count, Gene, Genome, Space
 from bench.worst_case.operands import in_batch, pair, pair_genes
 from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_record
 from fastclip import ops

@@ -11,7 +11,7 @@ from bench.worst_case.genome import Genome, crossed, drawn, mutated
 from bench.worst_case.operands import DTYPES
 from bench.worst_case.ratios import MEASURES, Ratios
 from bench.worst_case.targets import Target
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 
 ELITE = 8
 Found = dict[str, Any]
@@ -23,7 +23,7 @@ def room_used(ratio: float, genome: Genome) -> float:
 
     The room is 2^-18 in float32, 2^-40 in float64: so types are compared with each other.
     """
-    return 1 + (ratio - 1) / slack(DTYPES[genome["dtype"]])
+    return 1 + (ratio - 1) / margin(DTYPES[genome["dtype"]])
 
 
 class Search:

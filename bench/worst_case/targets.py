@@ -11,14 +11,14 @@ import torch
 from bench.worst_case import fields, layers, products
 from bench.worst_case.genome import Genome, Space
 from bench.worst_case.ratios import Ratios
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import use_backend
 
 LONGEST, INTERPRETED = 4096, 96
 BOUND = 1.0
 """What the contribution may be, in the arithmetic in use: no more room than that."""
-UNDER = 1 + slack(torch.float32)
+UNDER = 1 + margin(torch.float32)
 """What an exact norm may be of one that claims not to be below it: the scales keep the rest."""
 
 

@@ -38,7 +38,7 @@ class TradeOff:
     """An upper bound on any attacker's true-positive rate, by the false-positive rate.
 
     A run that is (epsilon, delta)-DP allows at most min(delta + e^epsilon a,
-    1 - e^-epsilon (1 - delta - a)) at the false-positive rate a, whichever of two neighbours is the
+    1 - e^-epsilon (1 - delta - a)) at the false-positive rate a, whichever of two neighbors is the
     true one; so does the least of these over many epsilons.
 
     Source: Wasserman and Zhou 2010; Dong, Roth and Su 2019 (Proposition 2.5).
@@ -75,16 +75,16 @@ class TradeOff:
         ]
         return np.array([rate for rate in found if 0 < rate < 1])
 
-    def mu(self, slack: float) -> float:
-        """The least mu for which the bound is at most that of mu-Gaussian DP, and `slack` more.
+    def mu(self, margin: float) -> float:
+        """The least mu for which the bound is at most that of mu-Gaussian DP, and `margin` more.
 
         The bound is linear between its corners and that of the Gaussian mechanism is concave, so
         that they differ most at a corner.
         """
         rates = self.corners()
-        above = self(rates) - slack
+        above = self(rates) - margin
         inside = (above > 0) & (above < 1)
-        if self(0.0) > slack * (1 + 1e-9) or (above >= 1).any():
+        if self(0.0) > margin * (1 + 1e-9) or (above >= 1).any():
             return math.inf
         mus = norm.ppf(above[inside]) - norm.ppf(rates[inside])
         return max(float(mus.max(initial=0.0)), 0.0)
@@ -131,7 +131,7 @@ def strongest_attack(
     """What the best attacker can tell of one row.
 
     Formal guarantee: upper bounds, as tight as the accountant's curve of epsilons: "pld" to its mesh,
-    over both directions (a row removed, and added); for the neighbours of
+    over both directions (a row removed, and added); for the neighbors of
     `fastclip.accounting.epsilon`.
 
     Args:
@@ -216,7 +216,7 @@ def in_words(attack: Attack) -> str:
         f"What any attacker can do who knows all samples but one ({attack.accountant}):",
         *(
             f"  with {100 * rate:g} % false alarms, at most {100 * power:.3g} % of the true samples "
-            f"are recognised ({power / rate:.3g} times a guess)"
+            f"are recognized ({power / rate:.3g} times a guess)"
             for rate, power in attack.true_positive_rates.items()
         ),
         f"  at any rate, at most {100 * attack.advantage:.3g} points more true than false positives",
@@ -267,7 +267,7 @@ def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
     axes.set(
         xscale="log", yscale="log", xlim=(1e-5, 1), ylim=(1e-5, 1), title=title,
         xlabel="false-positive rate: other samples called members",
-        ylabel="true-positive rate: members recognised",
+        ylabel="true-positive rate: members recognized",
     )  # fmt: skip
     axes.legend(loc="lower right")
     try:

@@ -43,7 +43,7 @@ def find_noise_multiplier(
     """sigma_1 for which a planned run of `steps` steps spends its privacy budget.
 
     Formal guarantee: the run with this sigma_1, this schedule and this length is
-    (target_epsilon, target_delta)-DP by `accountant`, under Poisson sampling and for the neighbours
+    (target_epsilon, target_delta)-DP by `accountant`, under Poisson sampling and for the neighbors
     of `fastclip.accounting.epsilon`. A run that stops early or goes on spends
     less or more; the schedule's own planned length does not enter.
 

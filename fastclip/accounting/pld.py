@@ -39,7 +39,7 @@ _DEVIATIONS = 10.5
 class PLDAccountant(IAccountant):
     """An accountant of Opacus that composes by privacy loss distributions ("pld").
 
-    Neighbours differ in one row that was added or removed: epsilon is the larger of both directions.
+    Neighbors differ in one row that was added or removed: epsilon is the larger of both directions.
     It is the same for one row zeroed out.
 
     Source: Koskela et al. 2020; Doroshenko et al. 2022 (the discretisation, from above);

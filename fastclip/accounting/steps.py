@@ -110,8 +110,8 @@ class TruncatedPoisson:
 
     Args:
         rate: q in (0, 1].
-        rows: N of the larger of two neighbours, public: the number of rows of the data set, where a
-            neighbour lacks one of them.
+        rows: N of the larger of two neighbors, public: the number of rows of the data set, where a
+            neighbor lacks one of them.
         max_batch_size: the most rows of a logical batch, at least 1.
         at_most: `rows` is a public upper bound, and what is accounted holds for every data set of at
             most so many rows. It costs next to nothing while a cut is rare.

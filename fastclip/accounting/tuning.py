@@ -226,7 +226,7 @@ def hpo_epsilon(
 
     Formal guarantee (Papernot & Steinke 2022, Theorem 2 for a truncated negative binomial K,
     Theorem 6 for a Poisson K): the released run is (epsilon, delta)-DP, under Poisson sampling and
-    for the neighbours of `fastclip.accounting.epsilon`, provided that
+    for the neighbors of `fastclip.accounting.epsilon`, provided that
     - every run's output, its score included, has at most the RDP of `history`: the score is
       computed on public data, or noisily with its own cost as a further entry of the history;
     - a run's hyperparameters are drawn independently, with replacement, from a distribution fixed

@@ -22,7 +22,7 @@ import torch
 
 from fastclip.audit import mechanism, neighbors
 from fastclip.audit.mechanism import ALARM, Finding, audit
-from fastclip.audit.neighbors import NEIGHBOURS, SETTINGS, Neighbours, Told, audit_neighbours
+from fastclip.audit.neighbors import NEIGHBORS, SETTINGS, Neighbors, Told, audit_neighbors
 
 WIDTH = 44
 COLUMNS = (
@@ -34,7 +34,7 @@ guesses, noise, draws, counts: p-values under what is claimed. The claim is refu
 all together, below the setting's share of {ALARM:g}, so that of an engine whose claims are true one
 command in {1 / ALARM:,.0f} at most calls one refuted; or where epsilon is stated too low for what is
 recorded. Bounds are of the claimed kind of mechanism at another noise, independent from entry to
-entry; where the claim is refuted, of any mechanism. Those of neighbours (2 x runs) assume nothing, and
+entry; where the claim is refuted, of any mechanism. Those of neighbors (2 x runs) assume nothing, and
 are at delta 0.001 and their share of {ALARM:g}."""
 
 
@@ -68,8 +68,8 @@ def _settings(options: argparse.Namespace) -> list[Planned]:
     return [
         *(Planned(s.name, partial(audit, s, canaries=options.canaries, **given), False)
           for s in SETTINGS),
-        *(Planned(n.name, partial(audit_neighbours, n, runs=options.runs), True)
-          for n in NEIGHBOURS),
+        *(Planned(n.name, partial(audit_neighbors, n, runs=options.runs), True)
+          for n in NEIGHBORS),
     ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _mutants(options: argparse.Namespace) -> list[Planned]:
     given = _given(options, len(MUTANTS))
     made: dict[str, Any] = {"canaries": options.canaries, "runs": options.runs, **given}
     return [
-        Planned(m.name, partial(m.audited, **made), isinstance(m.setting, Neighbours))
+        Planned(m.name, partial(m.audited, **made), isinstance(m.setting, Neighbors))
         for m in MUTANTS
     ]
 

@@ -353,7 +353,7 @@ def _errors(
 # share
 # (1 + delta(0)) / 2 of canaries that are in or out by fair coins, delta(0) being the total
 # variation of
-# its two worst neighbours. An attacker who finds more refutes the claim, and every claim of more
+# its two worst neighbors. An attacker who finds more refutes the claim, and every claim of more
 # noise.
 
 
@@ -418,7 +418,7 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
 def provable_epsilon(right: int, guesses: int, significance: float, delta: float) -> float:
     """The largest epsilon that so many right guesses refute, whatever the mechanism.
 
-    (epsilon, delta)-DP bounds the total variation of neighbours by (e^epsilon - 1 + 2 delta) /
+    (epsilon, delta)-DP bounds the total variation of neighbors by (e^epsilon - 1 + 2 delta) /
     (e^epsilon + 1). What is assumed is only that guesses are independent.
     """
     found = 2 * _least_rate(right, guesses, significance) - 1

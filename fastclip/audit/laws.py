@@ -116,7 +116,7 @@ def _length(n: int) -> int:
 
 
 def _largest_within(values: np.ndarray) -> tuple[float, float]:
-    """Of the normalised correlations at every distance, each standard normal: of steps, and of two."""
+    """Of the normalized correlations at every distance, each standard normal: of steps, and of two."""
     steps, n = values.shape
     counts = np.arange(n - 1, 0, -1)
     enough = counts >= 2000  # so far out the central limit holds for no fewer

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastclip.accounting.epsilon import NoiseLevels
 from fastclip.audit.mechanism import Finding, Setting, audit
-from fastclip.audit.neighbors import NEIGHBOURS, SETTINGS, Neighbours, Told, audit_neighbours
+from fastclip.audit.neighbors import NEIGHBORS, SETTINGS, Neighbors, Told, audit_neighbors
 from fastclip.backward import clipping_state
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch
@@ -280,7 +280,7 @@ UNITS = Setting("units of 3 rows", rows=3)
 TIED = Setting("tied weights", tied=True)
 COUNTED = Setting("adaptive, counts", 2.8, 8, clipping=adaptive(count_noise_ratio=6.0))
 SECURE = Setting("secure", secure=True)
-FLAT, MOVING = NEIGHBOURS
+FLAT, MOVING = NEIGHBORS
 _SAME = {setting.name: setting for setting in SETTINGS}
 GROUPS, WEIGHTS, LAYERS = (
     _SAME[name] for name in ("groups, same step", "reweighted, same step", "per layer")
@@ -299,7 +299,7 @@ class Mutant:
     """
 
     name: str
-    setting: Setting | Neighbours
+    setting: Setting | Neighbors
     broken: Callable[[], AbstractContextManager[None]]
 
     def audited(self, canaries: int, runs: int, **given: Any) -> Finding | Told:
@@ -307,7 +307,7 @@ class Mutant:
         with self.broken():
             if isinstance(self.setting, Setting):
                 return audit(self.setting, canaries=canaries, **given)
-            return audit_neighbours(self.setting, runs=runs)
+            return audit_neighbors(self.setting, runs=runs)
 
 
 def _times(factor: float) -> Change:

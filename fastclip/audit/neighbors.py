@@ -38,7 +38,7 @@ FEWEST = 200
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class Neighbors:
     """Two data sets and how they are trained on.
 
     Attributes:
@@ -83,7 +83,7 @@ class Told:
         return bool(self.faults or self.bound > self.claimed)
 
 
-def audit_neighbours(setting: Neighbours, *, runs: int = 400, delta: float = 1e-3,
+def audit_neighbors(setting: Neighbors, *, runs: int = 400, delta: float = 1e-3,
                      significance: float = ALARM / MADE,
                      engine: Callable[..., Any] = FastPrivacyEngine) -> Told:  # fmt: skip
     """Train `runs` times with the row and as often without it.
@@ -123,7 +123,7 @@ def audit_neighbours(setting: Neighbours, *, runs: int = 400, delta: float = 1e-
     )  # fmt: skip
 
 
-def one_run(setting: Neighbours, inside: bool, made: Any) -> dict[str, float]:
+def one_run(setting: Neighbors, inside: bool, made: Any) -> dict[str, float]:
     """Numbers that a run of this engine releases."""
     rows = torch.zeros(setting.others + inside, 3, dtype=torch.float32, device="cpu")
     rows[: setting.others, 0] = 0.1
@@ -203,7 +203,7 @@ SETTINGS = (
     Setting("two ranks, q = 0.2", steps=10, rate=0.2, ranks=2),
 )
 
-NEIGHBOURS = (
-    Neighbours("N and N + 1", clipping=dp_sgd()),
-    Neighbours("N and N + 1, adaptive", clipping=adaptive()),
+NEIGHBORS = (
+    Neighbors("N and N + 1", clipping=dp_sgd()),
+    Neighbors("N and N + 1, adaptive", clipping=adaptive()),
 )

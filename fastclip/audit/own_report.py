@@ -38,7 +38,7 @@ class Report:
         most: what so many canaries prove if all guesses about them are right.
         auroc, tpr: of the scores; tpr at a false positive rate of 1%. Estimates, without intervals.
         canaries, inside: how many there are, and how many were in.
-        neighbours: of the claim.
+        neighbors: of the claim.
         reports: how many were announced of these coins; the bound is at 1 - significance / reports.
     """
 
@@ -51,7 +51,7 @@ class Report:
     tpr: float
     canaries: int
     inside: int
-    neighbours: str
+    neighbors: str
     reports: int = 1
 
     @property
@@ -106,7 +106,7 @@ class Report:
         """What it does not show."""
         found = [
             *NOT_SHOWN,
-            f"The claim is for neighbours as the engine names them: {self.neighbours}.",
+            f"The claim is for neighbors as the engine names them: {self.neighbors}.",
         ]
         if self.reports > 1:
             found.append(

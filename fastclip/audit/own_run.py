@@ -381,7 +381,7 @@ class Watch(Seen):
 # Whether what an engine claims is about the coins of an audit, and of the run that was scored.
 
 
-def neighbours_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
+def neighbors_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
     """Between whom nobody can tell by its claim, which must be what the coins are about.
 
     Args:
@@ -405,11 +405,11 @@ def neighbours_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
     check_drawn("engine", (run.design for run in engine._runs), coins)
     if claim.units is not None:
         raise ArgumentError(
-            f"the claim is for {claim.neighbours}, and the coins put rows in or leave them out, "
+            f"the claim is for {claim.neighbors}, and the coins put rows in or leave them out, "
             "which their public number tells: pass sample_rate and expected_batch_size to "
             "make_private, with Poisson sampling and without other steps in the engine"
         )
-    return claim.neighbours
+    return claim.neighbors
 
 
 # -------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ class OwnRun:
                 "tells nothing of any coin: give scores of the model that was trained, before and after"
             )
         inside = self._inside.numpy()
-        neighbours = neighbours_of(engine, self._watch, self._coins)
+        neighbors = neighbors_of(engine, self._watch, self._coins)
         self._scored.check(
             given, [run.grad_state.names for run in engine._runs if run.grad_state is not None]
         )
@@ -621,7 +621,7 @@ class OwnRun:
             bound=auditor.epsilon_one_run(significance / reports, delta),
             most=most_of_one_run(len(inside), significance / reports, delta),
             auroc=auditor.attack_auroc(), tpr=auditor.tpr_at_given_fpr(0.01),
-            canaries=len(inside), inside=int(inside.sum()), neighbours=neighbours, reports=reports,
+            canaries=len(inside), inside=int(inside.sum()), neighbors=neighbors, reports=reports,
         )  # fmt: skip
         self._announced.seen(looked_at, significance, reports)
         return report

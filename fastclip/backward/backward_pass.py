@@ -23,7 +23,7 @@ from fastclip.backward.sums import (
     norms_of_linear,
     stack_small,
 )
-from fastclip.core.numerics import slack, widen
+from fastclip.core.numerics import margin, widen
 from fastclip.distributed.ranks import Ranks, whole
 from fastclip.errors import GraphError, where
 from fastclip.ops.planner import Planner
@@ -244,7 +244,7 @@ class BackwardPass:
         dtype = max({norm.dtype for norm in norms}, key=lambda d: torch.finfo(d).bits)
         device = norms[0].device
         covered = [
-            n if n.dtype == dtype else n.to(dtype) * (1 + slack(n.dtype)) ** 2 for n in norms
+            n if n.dtype == dtype else n.to(dtype) * (1 + margin(n.dtype)) ** 2 for n in norms
         ]
         stacked = torch.stack([n if n.device == device else n.to(device) for n in covered])
         if self._unbounded:

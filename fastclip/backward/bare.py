@@ -1,7 +1,7 @@
 """Layers that run bare: each call is one node of autograd's graph, of C++ (csrc/step) or lean Python.
 
 The node returns its input's gradient and lists the input and the output's gradient; a layer that
-normalises lists samples' gradients, of one call of `fastclip.ops`. What is listed becomes records when
+normalizes lists samples' gradients, of one call of `fastclip.ops`. What is listed becomes records when
 the pass ends. A call for which anything is out of the ordinary (a transform, a checkpoint or other hooks
 on saved tensors, rows that lie elsewhere, parameters that were replaced) goes its usual way, through
 `PrivateLayer`, in the same pass.
@@ -49,7 +49,7 @@ SERVES = _CHOSEN != "0"
 
 Left = tuple[int, Forward, Any, Tensor, Any, Any, Any]
 """What a layer leaves: its number, the forward pass, its input and its output's gradient (of one that
-normalises samples' gradients of weight and bias; none where the weight of a linear layer takes no part),
+normalizes samples' gradients of weight and bias; none where the weight of a linear layer takes no part),
 its weight and bias where they take part, and what its rule's `prepare` has said beside the input."""
 Listed = tuple[
     list[int], list[Forward], list[Any], list[Tensor], list[Any], list[Any], list[Any], bool
@@ -263,10 +263,10 @@ def _take(address: int, one: Left) -> None:
         bare.takes(bare, one)
 
 
-def _normalised(
+def _normalized(
     kind: int, operands: list[Tensor | None], need_input: bool
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a layer that normalises: of its input, and by sample of its weight and bias."""
+    """Gradients of a layer that normalizes: of its input, and by sample of its weight and bias."""
     x, g, mean, rstd, weight = operands
     assert g is not None
     given = (x, g, rstd, weight) if mean is None else (x, g, mean, rstd, weight)
@@ -276,7 +276,7 @@ def _normalised(
 
 
 for made_by in {nodes, python_nodes}:
-    made_by.ask(_refuse, _take, refusing, _normalised)
+    made_by.ask(_refuse, _take, refusing, _normalized)
 
 
 # -------------------------------------------------------------------------------------------------

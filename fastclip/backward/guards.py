@@ -324,7 +324,7 @@ WAY_OUT = "FastPrivacyEngine.get_compatible_module(model) replaces it"
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether the module normalises over the batch when it trains."""
+    """Whether the module normalizes over the batch when it trains."""
     return isinstance(module, BatchNormBase)
 
 

@@ -63,7 +63,7 @@ def arithmetic(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 NORMS: tuple[LayerRule, ...] = LayerNormRule(), RMSNormRule(), GroupNormRule()
-"""Of layers that normalise, by the numbers that nodes have for them."""
+"""Of layers that normalize, by the numbers that nodes have for them."""
 _NAMES = "weight", "bias"
 _USUAL = frozenset((Tensor, nn.Parameter))
 Left = tuple[Tensor | None, Tensor | None]
@@ -73,10 +73,10 @@ _ASKED: dict[str, Callable[..., Any]] = {}
 
 def ask(
     refuse: Callable[..., Any], take: Callable[..., Any], tie: Callable[..., Any],
-    normalise: Callable[..., Any],
+    normalize: Callable[..., Any],
 ) -> None:  # fmt: skip
     """As of csrc/step/module.cpp."""
-    del tie, normalise  # `differentiable_once` and the rules do
+    del tie, normalize  # `differentiable_once` and the rules do
     _ASKED.update(refuse=refuse, take=take)
 
 
@@ -331,7 +331,7 @@ class Conv(_Slot):
 
 
 class Norm(_Slot):
-    """A layer that normalises."""
+    """A layer that normalizes."""
 
     def __init__(
         self, slots: Slots, number: int, parameters: dict, settings: dict, kind: int,

@@ -15,7 +15,7 @@ from fastclip.clipping.groups import Group, Reweighted
 from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.clipping.scales import Automatic, Global, GlobalAdapt, Hard, Tanh, hidden_square
 from fastclip.clipping.thresholds import Constant, PerLayer, Quantile, StagedThreshold
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 
 
 class ScaleCode(IntEnum):
@@ -70,7 +70,7 @@ class ClipNumbers(NamedTuple):
     centred: bool
     """A sample counts +1/2 or -1/2, not 1 or 0."""
     room: float
-    """What scales are multiplied by to leave room for rounding: 1 - slack."""
+    """What scales are multiplied by to leave room for rounding: 1 - margin."""
     within: float
     """What thresholds are multiplied by in its place; one of the two is 1."""
 
@@ -81,7 +81,7 @@ def clip_numbers(strategy: Any) -> ClipNumbers | None:
     kind, way = SCALES.get(type(scale)), POLICIES.get(type(policy))
     if kind is None or way is None:
         return None
-    room = 1 - slack(torch.float32)
+    room = 1 - margin(torch.float32)
     parameter = float(getattr(scale, "eps", getattr(scale, "gamma", 0.0)))
     if kind == ScaleCode.AUTOMATIC and not parameter:
         kind, parameter = ScaleCode.AUTO_V, hidden_square(torch.float32)

@@ -39,7 +39,7 @@ def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINT
 
     At the thresholds given, at others, and at those that wildly noisy counts lead to; for norms
     around the thresholds, 0, subnormal, huge, inf and NaN, in every group and layer, in float32 and
-    float64. A misbehaviour within a range of norms narrower than the grid is not seen: with the
+    float64. A misbehavior within a range of norms narrower than the grid is not seen: with the
     default about 0.7% of the norm, with fewer points a group or layer more. Counts are looked at in all
     groups up to 256, and beyond in as many of them, from the first to the last.
 
@@ -180,11 +180,11 @@ def _check_independence(
     fewer = some[::2]
     _, among_some = _scales(strategy, state, norms[:, some], _at(groups, some))
     _, among_fewer = _scales(strategy, state, norms[:, fewer], _at(groups, fewer))
-    slack = 1e-5 if norms.dtype == torch.float32 else 1e-12
+    margin = 1e-5 if norms.dtype == torch.float32 else 1e-12
     for found, alone in (
         (scales[:, some], among_some), (among_some[:, ::2], among_fewer),
     ):  # fmt: skip
-        off = (found - alone).abs() > slack * alone.abs()
+        off = (found - alone).abs() > margin * alone.abs()
         if bool(off.any()):
             row, i = off.nonzero()[0].tolist()
             raise ArgumentError(

@@ -2,7 +2,7 @@
 
 Noise makes counts negative and ratios huge, which the paper leaves open. Here counts are clamped at
 0, sizes of groups at 1 and ratios at a public maximum; the denominator is the public B, never the
-realised batch size.
+realized batch size.
 """
 
 from __future__ import annotations

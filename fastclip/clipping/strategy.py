@@ -1,7 +1,7 @@
 """A clipping strategy: what turns per-sample norms into scales, and says how sensitive the sum is.
 
 A strategy is a frozen value of three independent choices. It knows tensors of norms, not layers.
-All of it stays on the device of the norms: nothing here may synchronise.
+All of it stays on the device of the norms: nothing here may synchronize.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastclip.clipping.policy import LARGEST, ThresholdPolicy, Thresholds, thres
 from fastclip.clipping.scales import Automatic, Hard, ScaleFunction
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.clipping.thresholds import Constant
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _SCALE_HAS = ("__call__", "sensitivity", "normalized", "cutoff")
@@ -30,7 +30,7 @@ class Clipping:
     Formal guarantee: for thresholds held fixed over a logical batch, adding or removing one sample
     changes the sum of scale_i * g_i by at most `sensitivity(state)` in Euclidean norm: its own
     contribution, as computed in the arithmetic in use, has at most that norm (the scales carry a
-    slack for rounding). It changes the counts by at most `threshold.count_sensitivity`. What a sum in
+    margin for rounding). It changes the counts by at most `threshold.count_sensitivity`. What a sum in
     float32 rounds away of the others is not part of the guarantee, here as anywhere.
 
     Raises:
@@ -161,7 +161,7 @@ class Clipping:
             thresholds = thresholds[index] if thresholds.dim() else thresholds  # [b]
             factor = factor[index] if factor.dim() else factor
             dead = dead | (groups < 0)
-        room = 1 - slack(norms.dtype)
+        room = 1 - margin(norms.dtype)
         if self.room_within:
             thresholds = thresholds * room
         else:
@@ -172,7 +172,7 @@ class Clipping:
 
     @property
     def room_within(self) -> bool:
-        """Room for rounding is kept by a lower threshold, C (1 - slack), not by smaller scales.
+        """Room for rounding is kept by a lower threshold, C (1 - margin), not by smaller scales.
 
         So a sample within it enters as it is, with scale 1: without clipping nothing changes.
         """

@@ -117,7 +117,7 @@ class _Refusal(Function):
         raise GraphError(
             "a loss that holds gradients taken through the private model (a gradient penalty, "
             "create_graph=True) would be differentiated through it twice, and private layers can be "
-            "differentiated once: penalise the difference of its outputs at two inputs instead, "
+            "differentiated once: penalize the difference of its outputs at two inputs instead, "
             "(model(x + e * v) - model(x)) / e, which needs one backward pass"
         )
 

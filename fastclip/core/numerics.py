@@ -24,7 +24,7 @@ _ALIVE: ContextVar[Tensor | None] = ContextVar("alive", default=None)
 """Scales of which none is 0."""
 GRAM_ERROR_FACTOR = 2.0
 """c of a Gram norm's rounding bound c * u * ||A||^2 * ||G||^2, where little cancels."""
-CANCELLED_ERROR_FACTOR = 6.0
+CANCELED_ERROR_FACTOR = 6.0
 """The same where nearly all cancels: 3.98 is the most that was measured, at two nearly parallel
 positions of 64 features (256: 1.5, 2048: 2.3)."""
 CANCELLATION = 30.0
@@ -76,7 +76,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(accumulation_dtype(dtype)).eps / 2
 
 
-def slack(dtype: torch.dtype) -> float:
+def margin(dtype: torch.dtype) -> float:
     """Relative room left below the threshold for the rounding of norms, products and sums.
 
     float32 norms err by about 1e-7 on ordinary data; where all terms are equal, roundings agree in
@@ -112,7 +112,7 @@ def row_norm_sq(x: Tensor) -> Tensor:
 
     Long rows are reduced in chunks: a plain float32 reduction over millions of entries errs by
     1e-4 to 1e-3, this one by 1e-7. Entries that do not lie side by side would be added one after the
-    other: 1,024 that are equal come out low by 2^-17, which is more than `slack`.
+    other: 1,024 that are equal come out low by 2^-17, which is more than `margin`.
     """
     x = widen(x).reshape(x.shape[0], -1) if x.numel() else widen(x).reshape(x.shape[0], 0)
     length = x.shape[1]
@@ -133,7 +133,7 @@ def drop_zeroed(scale: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     """Zero the rows [b, ...] of `operands` whose scale is 0, so that 0 * inf cannot become NaN.
 
     On the CPU the pass over the operands is skipped when no scale is 0; on other devices it is
-    always made, because looking would synchronise.
+    always made, because looking would synchronize.
     """
     if not may_be_zero(scale):
         return operands

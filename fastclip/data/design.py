@@ -54,8 +54,8 @@ class SamplingDesign:
 
     Formal guarantee: where `poisson`, every unit is in a draw independently of all others and of the
     draws before, with a probability of at most `rate` (of `rates[i]`, unit i). Where `public` neither
-    `rate` nor `expected_batch_size` depends on the number of units, so that neighbours may differ in
-    one that was added or removed. Else they follow from that number, and neighbours are data sets of
+    `rate` nor `expected_batch_size` depends on the number of units, so that neighbors may differ in
+    one that was added or removed. Else they follow from that number, and neighbors are data sets of
     the same, public number, one unit of which contributes nothing (zero-out). Truncated draws are those
     of "Tighter Privacy Analysis for Truncated Poisson Sampling" (arXiv 2508.15089): a Poisson draw
     first, then a uniformly random subset; their price depends on `units`, too.
@@ -223,7 +223,7 @@ class Releases:
 
     Formal guarantee: Poisson steps are subsampled Gaussian mechanisms at the design's rate. Of a
     shuffled or given order a row is in one step of each pass, and which one does not depend on what it
-    holds: for neighbours in which a row is zeroed out, a pass is one Gaussian mechanism of q = 1 with
+    holds: for neighbors in which a row is zeroed out, a pass is one Gaussian mechanism of q = 1 with
     the noise of that step (parallel composition), recorded at the least noise of the pass. A step that
     may be on rows of another one of the pass (`Pace`) is a mechanism of its own, and so is every step on
     a stream, or on batches that no loader has told of, with the noise over their number

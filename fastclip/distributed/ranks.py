@@ -385,7 +385,7 @@ def noisy_shards(
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type on one device, until they fill a bucket."""
+    """Neighbors of one type on one device, until they fill a bucket."""
     held: list[Tensor] = []
     size = 0
     for parameter in parameters:

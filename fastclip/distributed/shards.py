@@ -259,7 +259,7 @@ class Bucket:
 
 
 def buckets(parameters: Iterable[Sharded], most: int) -> list[Bucket]:
-    """Neighbours that are spread alike, of `most` bytes at once unless one is larger."""
+    """Neighbors that are spread alike, of `most` bytes at once unless one is larger."""
     found: list[list[Sharded]] = []
     kind, size = None, 0
     for each in parameters:

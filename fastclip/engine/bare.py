@@ -38,7 +38,7 @@ _MOST = 32
 """Endings that are remembered."""
 _KIND = attrgetter("shape", "dtype", "device")
 NORMS: dict[Any, int] = {type(rule): k for k, rule in enumerate(python_nodes.NORMS)}
-"""Rules of layers that normalise, and the numbers that nodes have for them."""
+"""Rules of layers that normalize, and the numbers that nodes have for them."""
 LINEAR: dict[Any, bool] = {LinearRule: False, TransposedLinearRule: True}
 """Rules of linear layers that may be bare, and whether their weights are transposed."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from fastclip.accounting import NoiseLevels
 from fastclip.accounting.steps import Entry, encoded
 from fastclip.data.design import GIVEN_ORDER, STREAM, SamplingDesign
+from fastclip.errors import say
 
 _GUARANTEE = {
     "added": "data sets that differ in one {unit}, added or removed",
@@ -22,14 +23,14 @@ _GUARANTEE = {
 class Mechanism:
     """The steps of one private model as a mechanism; `print` it, or keep `as_json()` for an audit.
 
-    Formal guarantee: the steps taken are (epsilon, delta)-differentially private for `neighbours`, if
+    Formal guarantee: the steps taken are (epsilon, delta)-differentially private for `neighbors`, if
     what `trusted` names holds. Other releases of the engine's accountant are in epsilon, too.
     """
 
     unit: str
     """What is protected as one: "row", or "unit" of several rows (a patient)."""
-    neighbours: str
-    """The neighbouring relation."""
+    neighbors: str
+    """The neighboring relation."""
     sampler: str
     sample_rate: float
     """q, the largest probability of a unit to be in a step."""
@@ -68,6 +69,12 @@ class Mechanism:
     trusted: tuple[str, ...] = field(default=())
     """What the guarantee takes on faith."""
 
+    @property
+    def neighbours(self) -> str:
+        """The old name of `neighbors`."""
+        say("Mechanism.neighbours has another name: use neighbors.", DeprecationWarning)
+        return self.neighbors
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; an infinite epsilon is None."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -91,7 +98,7 @@ class Mechanism:
             drawn += "" if self.sampler == STREAM else ", a pass as one step"
         counts = "none" if self.noise.counts is None else f"sigma = {self.noise.counts:.4g}"
         rows = {
-            "neighbours": self.neighbours,
+            "neighbors": self.neighbors,
             "privacy unit": self.unit,
             "sampling": drawn,
             "batch size": f"B = {self.expected_batch_size:g}"
@@ -119,7 +126,7 @@ def _plain(entry: Entry) -> list[Any]:
     return [sigma, encoded(rate), steps]
 
 
-def neighbours(design: SamplingDesign, size_is_secret: bool) -> str:
+def neighbors(design: SamplingDesign, size_is_secret: bool) -> str:
     """Who the data sets are between which nobody can tell, in words."""
     return _GUARANTEE["added" if size_is_secret else "zeroed"].format(unit=design.unit)
 

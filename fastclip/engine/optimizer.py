@@ -215,7 +215,7 @@ class FastDPOptimizer(DPOptimizer):
     sum has L2 sensitivity S, recorded when it was clipped, and B is public; and, for strategies that
     count, the counts with noise sigma_count times their sensitivity. Together they cost what one
     Gaussian mechanism of noise multiplier sigma costs: 1 / sigma^2 = 1 / sigma_grad^2 +
-    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1). Neighbours differ in one row that was added or
+    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1). Neighbors differ in one row that was added or
     removed; what sampling adds holds for Poisson sampling alone (see `make_private`).
 
     Args:
@@ -336,7 +336,7 @@ class FastDPOptimizer(DPOptimizer):
 
     @property
     def grad_samples(self) -> list[Tensor]:
-        """Never materialised here: see `p.summed_grad` and `per_sample_norms`."""
+        """Never materialized here: see `p.summed_grad` and `per_sample_norms`."""
         raise AttributeError(
             "the fast mode keeps no per-sample gradients; use p.summed_grad and "
             "optimizer.per_sample_norms, or grad_sample_mode='hooks'"

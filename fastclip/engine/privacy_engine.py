@@ -167,7 +167,7 @@ class FastPrivacyEngine(PrivacyEngine):
 
         Formal guarantee: every real step of the optimizer is a Gaussian mechanism with noise
         multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken, for
-        neighbours that differ in one row (or unit) that was added or removed, where q and B are given
+        neighbors that differ in one row (or unit) that was added or removed, where q and B are given
         (else, and for poisson_sampling=False: one that is zeroed out, N being public).
         `mechanism()` says all of it.
         """
@@ -244,7 +244,7 @@ class FastPrivacyEngine(PrivacyEngine):
     def get_epsilon(self, delta: float) -> float:
         """The (epsilon, delta) that all steps taken so far have spent.
 
-        Formal guarantee: for neighbours that differ in one row (or unit) that was added or removed,
+        Formal guarantee: for neighbors that differ in one row (or unit) that was added or removed,
         where q and B were given; else, and where rows were not drawn by Poisson sampling, in one that
         is zeroed out. `mechanism()` says which.
 
@@ -270,7 +270,7 @@ class FastPrivacyEngine(PrivacyEngine):
     def sample_epsilon(self, delta: float, rate: float | Tensor) -> float:
         """Epsilon, so far, for a row of the last model made private that is drawn with its own rate.
 
-        Formal guarantee: as of `get_epsilon`, for neighbours that differ in this row. Steps of other
+        Formal guarantee: as of `get_epsilon`, for neighbors that differ in this row. Steps of other
         models, and of checkpoints that were loaded, count at the rates that were recorded.
 
         Args:
@@ -296,7 +296,7 @@ class FastPrivacyEngine(PrivacyEngine):
             epochs: length of the whole run, in passes; None for that of `make_private_with_epsilon`.
 
         Returns:
-            A `fastclip.engine.mechanism.Mechanism`: neighbours, privacy unit, sampling, noise by step,
+            A `fastclip.engine.mechanism.Mechanism`: neighbors, privacy unit, sampling, noise by step,
             sensitivity, steps recorded and planned, epsilon, what is secure and what is trusted.
 
         Raises:

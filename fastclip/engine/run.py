@@ -33,7 +33,7 @@ from fastclip.distributed.processes import bare, ranks_of, refuse, uncompiled
 from fastclip.distributed.ranks import whole
 from fastclip.engine import validation
 from fastclip.engine.by_hand import unwrapped
-from fastclip.engine.mechanism import Mechanism, neighbours, trusted
+from fastclip.engine.mechanism import Mechanism, neighbors, trusted
 from fastclip.engine.model import FastGradSampleHooks, FastGradSampleModule, go_on_with, held_by
 from fastclip.engine.model_loss import replace_losses
 from fastclip.engine.optimizer import FastDPOptimizer
@@ -47,10 +47,10 @@ from fastclip.trace.findings import TraceLog
 
 
 FAST_MODES = ("fast", "ghost")
-MATERIALISED_MODES = ("hooks", "functorch", "ew")
+MATERIALIZED_MODES = ("hooks", "functorch", "ew")
 SPREAD_MODES = ("ghost_fsdp", "ghost_tp")
 """Opacus' own, whose losses are taken apart sample by sample."""
-MODES = (*FAST_MODES, *MATERIALISED_MODES, *SPREAD_MODES, "no_op")
+MODES = (*FAST_MODES, *MATERIALIZED_MODES, *SPREAD_MODES, "no_op")
 
 
 class Afforded(float):
@@ -161,7 +161,7 @@ def _check_for_opacus(mode: str, sampling: Request, clipping: Any, rand_on_empty
             f"grad_sample_mode={mode!r} draws rows as Opacus does, without {', '.join(asked)}; omit "
             "grad_sample_mode, or these"
         )
-    if rand_on_empty and mode not in MATERIALISED_MODES:
+    if rand_on_empty and mode not in MATERIALIZED_MODES:
         raise ArgumentError(
             f"rand_on_empty=True in grad_sample_mode={mode!r} would train on placeholder rows; omit "
             "it, or use the fast mode, where they contribute nothing"
@@ -261,7 +261,7 @@ def mechanism_of(
     secure, insecure = run.secured()
     hidden = ledger.protected.beside(design.protected).size_is_secret
     return Mechanism(
-        unit=design.unit, neighbours=neighbours(design, hidden), sampler=design.sampler,
+        unit=design.unit, neighbors=neighbors(design, hidden), sampler=design.sampler,
         sample_rate=design.rate, sampled_independently=design.poisson,
         public_size=design.public, units=None if hidden else design.units or None,
         expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,

@@ -280,7 +280,7 @@ def compatible(model: nn.Module) -> nn.Module:
         if fixer is None or not _needs_replacement(module):
             if is_batch_norm(module) and _needs_replacement(module):
                 raise UnsupportedLayerError(
-                    f"{where(path, module)} normalises over the batch in a way of its own, so no "
+                    f"{where(path, module)} normalizes over the batch in a way of its own, so no "
                     "GroupNorm is known to stand for it; replace it yourself, or freeze it and its "
                     "statistics (requires_grad_(False), .eval())"
                 )

@@ -216,7 +216,7 @@ class Page:
 
 
 def _png(figure: Figure) -> bytes:
-    """A third of the bytes: charts have few colours, so a palette shows them as well."""
+    """A third of the bytes: charts have few colors, so a palette shows them as well."""
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
     Image.open(drawn).convert("RGB").quantize(128).save(small, "png", optimize=True)
@@ -247,12 +247,12 @@ def _cell(value: Any) -> str:
 # -------------------------------------------------------------------------------------------------
 # Pictures of reports: lines over steps or budgets, dots by group. Legible at a width of 100 mm.
 #
-# Colours are those of Okabe and Ito 2008, which people with any colour vision tell apart; marks
+# Colors are those of Okabe and Ito 2008, which people with any color vision tell apart; marks
 # and
 # dashes differ as well.
 
 
-COLOURS = (
+COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31",
     "#7f7f7f", "#5e3c99",
 )  # fmt: skip
@@ -372,16 +372,16 @@ def _text(name: str) -> str:
 
 def _look(number: int) -> dict[str, Any]:
     return {
-        "color": COLOURS[number % len(COLOURS)],
+        "color": COLORS[number % len(COLORS)],
         "marker": MARKS[number % len(MARKS)],
-        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+        "linestyle": DASHES[number // len(COLORS) % len(DASHES)],
     }
 
 
-def _bars(axis: Axes, line: Line, colour: str) -> None:
+def _bars(axis: Axes, line: Line, color: str) -> None:
     for x, (low, high) in zip(line.x, line.error or (), strict=True):
         if not math.isnan(low):
-            axis.plot([x, x], [low, high], color=colour, linewidth=1, alpha=0.6)
+            axis.plot([x, x], [low, high], color=color, linewidth=1, alpha=0.6)
 
 
 def _logarithmic(axis: Axes, which: str) -> None:

@@ -391,7 +391,7 @@ class PrivateTrainer(RowLossTrainer):
         fastclip.errors.*: for arguments, losses and adapters that are not supported.
 
     Formal guarantee: `engine.get_epsilon` composes every step taken, those before a checkpoint that
-    was resumed included. The unit is one row of `train_dataset`; neighbours differ in one that was
+    was resumed included. The unit is one row of `train_dataset`; neighbors differ in one that was
     added or removed, and rows are drawn by Poisson sampling (see `FastPrivacyEngine.get_epsilon`).
     """
 

@@ -90,7 +90,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         ArgumentError: for losses that join pairs ("aot", "aot_unpaired", "sft", the balancing loss of a
             mixture of experts), padding_free and pictures; as PrivateTrainer.
 
-    Formal guarantee: as of PrivateTrainer; neighbours differ in one pair, added or removed.
+    Formal guarantee: as of PrivateTrainer; neighbors differ in one pair, added or removed.
     """
 
     serves = (DPOTrainer,)

@@ -15,7 +15,7 @@ from opacus.grad_sample import grad_sample_module
 from opacus.optimizers import ddpoptimizer, optimizer
 from opacus.utils import batch_memory_manager
 
-from fastclip.engine.opacus_modes import optimizers as materialised
+from fastclip.engine.opacus_modes import optimizers as materialized
 from fastclip.errors import ArgumentError, StepError
 from fastclip.opacus import engine
 from fastclip.opacus.rest import OURS
@@ -61,7 +61,7 @@ def install(**defaults: Any) -> None:
             _replaced.append((module, name, kind))
             setattr(module, name, OURS[kind])
         chosen = optimizers.get_optimizer_class
-        for module in (privacy_engine, materialised):
+        for module in (privacy_engine, materialized):
             _replaced.append((module, chosen.__name__, chosen))
             setattr(module, chosen.__name__, partial(_of_opacus, chosen))
     engine.DEFAULTS.clear()

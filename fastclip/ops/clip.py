@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.core.numerics import accumulation_dtype, in_full_float32, row_norm_sq, slack, widen
+from fastclip.core.numerics import accumulation_dtype, in_full_float32, margin, row_norm_sq, widen
 from fastclip.core.torch_names import foreach_add_
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.ops.dispatch import host_operation, operation
@@ -62,7 +62,7 @@ def threshold_step(
 
 
 # -------------------------------------------------------------------------------------------------
-# Clipping of materialised per-sample gradients: norms, scales and clipped sums of all parameters.
+# Clipping of materialized per-sample gradients: norms, scales and clipped sums of all parameters.
 #
 #     n_b = ||(g_1b, ..., g_Lb)||    s_b = min(1, C / n_b)    S_l = sum_b s_b g_lb
 #
@@ -173,17 +173,17 @@ def room(grad_samples: Sequence[Tensor]) -> tuple[float, float]:
     """What bounds the scales for the coarsest arithmetic in use.
 
     Returns:
-        1 - slack, left below the threshold for rounding (`slack`); and the
-        smallest scale that is used. A subnormal one may be rounded up by more than the slack, which
+        1 - margin, left below the threshold for rounding (`margin`); and the
+        smallest scale that is used. A subnormal one may be rounded up by more than the margin, which
         would break the bound: it counts as 0.
     """
     wide = all(g.dtype == torch.float64 for g in grad_samples)
     dtype = torch.float64 if wide else torch.float32
-    return 1 - slack(dtype), torch.finfo(dtype).tiny
+    return 1 - margin(dtype), torch.finfo(dtype).tiny
 
 
 def hard_scales(norms: Tensor, thresholds: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """min(1, C (1 - slack) / n), 0 for a sample of which any norm is not finite.
+    """min(1, C (1 - margin) / n), 0 for a sample of which any norm is not finite.
 
     Args:
         norms: [l, b]. thresholds: [l] or a scalar. bounds: see `room`.
@@ -237,7 +237,7 @@ def _row_norm_sq(x: Tensor) -> Tensor:
     """Squared norms of the rows of x [b, n], float64, from float32 where that loses nothing.
 
     On the CPU, rows whose squares leave the range of float32 are done again in float64. Elsewhere
-    that would synchronise: a norm beyond 1e18 may there be inf, which drops the sample, and one
+    that would synchronize: a norm beyond 1e18 may there be inf, which drops the sample, and one
     below 1e-10, where thresholds never are, may come out too small.
     """
     total = row_norm_sq(x).double()
@@ -265,7 +265,7 @@ def _without_zeroed(x: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor, T
     """Parts of x [b, n] that together have every sample of scale other than 0: 0 * inf is NaN.
 
     On the CPU the stretches of samples between those of scale 0, without a copy; elsewhere, where
-    looking would synchronise, a few columns at a time with the rows of scale 0 zeroed.
+    looking would synchronize, a few columns at a time with the rows of scale 0 zeroed.
 
     Yields:
         Columns, scales and numbers of the part.

@@ -26,7 +26,7 @@ from fastclip.ops.grams import (
     gram_size,
     half_dot,
     half_gram,
-    product_slack,
+    product_margin,
     row_dot,
     strips_of,
     trace,
@@ -413,7 +413,7 @@ def conv_norm(
     ]
     if not parts:
         return widen(x).new_zeros(0)
-    return (torch.cat(parts).sqrt() + product_slack(x, g, taps)).square()
+    return (torch.cat(parts).sqrt() + product_margin(x, g, taps)).square()
 
 
 @in_full_float32

@@ -39,7 +39,7 @@ def lookup_norm(
     """Squared norm of each sample's table gradient: sum over its distinct ids of ||sum of g||^2.
 
     Sums are float64: rows of one id may cancel, and what a float32 sum of many then hides of the
-    norm is more than the slack of the scales covers.
+    norm is more than the margin of the scales covers.
 
     Args:
         ids: [n] int64. sample: [n] int64, the sample of each entry. g: [n, d].
@@ -92,7 +92,7 @@ def lookup_sum(
     return _sum_rows(sums, owner, num_embeddings, skip)
 
 
-def lookup_slack(sample: Tensor, g: Tensor, batch_size: int) -> Tensor:
+def lookup_margin(sample: Tensor, g: Tensor, batch_size: int) -> Tensor:
     """What the order of float64 sums can hide of the norm of each sample's table gradient, [b].
 
     Two sums of n rows, in different orders, are each off by up to n u sum |g_j|.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.core.numerics import (
+    CANCELED_ERROR_FACTOR,
     CANCELLATION,
-    CANCELLED_ERROR_FACTOR,
     GRAM_ERROR_FACTOR,
     PRODUCT_ERROR_FACTOR,
     in_full_float32,
@@ -178,19 +178,19 @@ class ProductNorm(RaisedNorm):
     taps: int | Tensor = 1
 
     def raised(self) -> Tensor:
-        return (self.total.sqrt() + self.slack()).square()
+        return (self.total.sqrt() + self.margin()).square()
 
-    def slack(self) -> Tensor:
+    def margin(self) -> Tensor:
         """What rounding can hide of the norm, [b]."""
-        return _slack(self.norm_a, self.norm_g, self.taps)
+        return _margin(self.norm_a, self.norm_g, self.taps)
 
 
-def product_slack(a: Tensor, g: Tensor, taps: int = 1) -> Tensor:
+def product_margin(a: Tensor, g: Tensor, taps: int = 1) -> Tensor:
     """What rounding can hide of the norms of products of a and g [b, ...], [b]; see `ProductNorm`."""
-    return _slack(row_norm_sq(a), row_norm_sq(g), taps)
+    return _margin(row_norm_sq(a), row_norm_sq(g), taps)
 
 
-def _slack(norm_a: Tensor, norm_g: Tensor, taps: int | Tensor) -> Tensor:
+def _margin(norm_a: Tensor, norm_g: Tensor, taps: int | Tensor) -> Tensor:
     size = (taps * norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
 
@@ -225,7 +225,7 @@ def gram_bound(
 ) -> Tensor:  # fmt: skip
     """What rounding and underflow can hide of a product of Grams, [b].
 
-    c * u * ||A||^2 ||G||^2, where c grows with how much of that has cancelled, and for squares below
+    c * u * ||A||^2 ||G||^2, where c grows with how much of that has canceled, and for squares below
     the range of the type their number times its smallest number: the Gram of one operand is off by at
     most that, entry by entry.
 
@@ -237,8 +237,8 @@ def gram_bound(
     dtype = norm_a.dtype
     product = norm_a * norm_g
     left = CANCELLATION * t * (total / product)  # NaN where both are 0 or inf: no share of c then
-    cancelled = (1 / (1 + left)).nan_to_num(0.0)
-    c = GRAM_ERROR_FACTOR + (CANCELLED_ERROR_FACTOR - GRAM_ERROR_FACTOR) * cancelled
+    canceled = (1 / (1 + left)).nan_to_num(0.0)
+    c = GRAM_ERROR_FACTOR + (CANCELED_ERROR_FACTOR - GRAM_ERROR_FACTOR) * canceled
     rounding = c * unit_roundoff(dtype) * product
     return rounding + lost_squares(1, dtype) * (a_entries * norm_g + g_entries * norm_a)
 

@@ -186,8 +186,8 @@ def _large(call: Callable[..., Any], operation: Any) -> Callable[..., Any]:
     return either
 
 
-def _normalised(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward pass of a normalisation, which gives the gradient of its input in any case."""
+def _normalized(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward pass of a normalization, which gives the gradient of its input in any case."""
     call: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.fastclip, name)
 
     def both(*operands: Any) -> tuple[Tensor | None, ...]:
@@ -202,9 +202,9 @@ def _normalised(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
 
 
 _NORM_WORTH_IT = 1 << 17
-"""Numbers of a normalised input from which on likewise."""
+"""Numbers of a normalized input from which on likewise."""
 CALLS["wide_gram"] = _large(_half_gram, wide_gram)
 CALLS["gram_dots"] = _large(lambda *given: _gram_dots(*given).unbind(), gram_dots)
 CALLS["scaled_sum"] = _large(_scaled_sum, scaled_sum)
 for _name in ("layer_norm_backward", "rms_norm_backward", "group_norm_backward"):
-    CALLS[_name] = _normalised(_name)
+    CALLS[_name] = _normalized(_name)

@@ -27,7 +27,7 @@ from fastclip.ops.grams import (
     dot_room,
     gram_bound,
     gram_norm,
-    product_slack,
+    product_margin,
     raised_by_signs,
 )
 
@@ -177,7 +177,7 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
         for x, y in zip(a.split(rows), g.split(rows), strict=True)
     ]
     norms = torch.cat(parts) if b else a.new_zeros(0)
-    return (norms.sqrt() + product_slack(a, g)).square()
+    return (norms.sqrt() + product_margin(a, g)).square()
 
 
 def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ _SCRATCH_BYTES = 32 << 20
 def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     """Squared norms of the samples' gradients, [b], never below the exact values.
 
-    By Grams of neighbouring rows, once these are sorted by their sample.
+    By Grams of neighboring rows, once these are sorted by their sample.
 
     Args:
         a: [n, d]. g: [n, p]. owner: the sample of each row, int64 [n]. batch_size: b.
@@ -296,8 +296,8 @@ def routes_apart(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> bool:
     return n * min(n, _block(n, most) + most) * (d + p) > batch_size * most * d * p
 
 
-def routed_slack(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
-    """What rounding can hide of the norms of `routed_gradients_apart`, [b]; see `product_slack`."""
+def routed_margin(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
+    """What rounding can hide of the norms of `routed_gradients_apart`, [b]; see `product_margin`."""
     norm_a, norm_g = (sum_by_owner(row_norm_sq(x), owner, batch_size) for x in (a, g))
     size = (norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size

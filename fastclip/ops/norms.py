@@ -1,4 +1,4 @@
-"""Per-sample gradients of the affine parameters of normalisation layers, without x_hat in memory.
+"""Per-sample gradients of the affine parameters of normalization layers, without x_hat in memory.
 
 Each is two reductions, sum g*x and sum g, combined with the statistics saved by the forward pass.
 """
@@ -58,7 +58,7 @@ def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[
 
 
 # -------------------------------------------------------------------------------------------------
-# Forward of GroupNorm: the one normalisation whose memory format PyTorch changes on a GPU.
+# Forward of GroupNorm: the one normalization whose memory format PyTorch changes on a GPU.
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -94,7 +94,7 @@ def group_norm(
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward of normalisation layers: gradient of the input, and per-sample affine gradients.
+# Backward of normalization layers: gradient of the input, and per-sample affine gradients.
 #
 # Index letters: b sample, t position (pixel), c channel or feature, k group of channels. A kernel
 # gives all results from one read of x and g, as PyTorch's own backward of GroupNorm does for

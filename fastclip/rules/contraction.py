@@ -236,8 +236,8 @@ class RoutedRecord(Record):
         a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
         return ops.routed_gradients_apart(a, g, self.owner, self.batch)
 
-    def slack(self) -> Tensor:
-        return ops.routed_slack(self.a, self.g, self.owner, self.batch)
+    def margin(self) -> Tensor:
+        return ops.routed_margin(self.a, self.g, self.owner, self.batch)
 
     def of_units(self, units: UnitRows) -> Record:
         owner = units.owners_of(self.owner)
@@ -293,8 +293,8 @@ class GroupedRecord(Record):
     def per_sample(self) -> Tensor:
         return self.each.per_sample().unflatten(0, self.shape)
 
-    def slack(self) -> Tensor:
-        return self.each.slack().view(self.shape).square().sum(1).sqrt()
+    def margin(self) -> Tensor:
+        return self.each.margin().view(self.shape).square().sum(1).sqrt()
 
     def of_units(self, units: UnitRows) -> Record:
         return GroupedRecord(
@@ -339,7 +339,7 @@ class ProductRecord(LaidRecord):
         for i in range(0, max(len(self.factors[0]), 1), step):
             yield self._made(slice(i, i + step))
 
-    def slack(self) -> Tensor:
+    def margin(self) -> Tensor:
         size = ops.row_norm_sq(self.factors[0])
         for x, letters in zip(self.factors[1:], self.letters[1:], strict=True):
             own = x if self.sample in letters else x[None]

@@ -206,11 +206,11 @@ class FoldedRecord(Record):
         rows = BatchAxis(0, self.place.outer, self.place.inner).rows(ops.widen(own), self.batch)
         return rows.sum(1)
 
-    def slack(self) -> Tensor | None:
-        slack = self.record.slack()
-        if slack is None:
+    def margin(self) -> Tensor | None:
+        margin = self.record.margin()
+        if margin is None:
             return None
-        return BatchAxis(0, self.place.outer, self.place.inner).rows(slack, self.batch).sum(1)
+        return BatchAxis(0, self.place.outer, self.place.inner).rows(margin, self.batch).sum(1)
 
     def of_units(self, units: UnitRows) -> Record:
         """Of the rows at once: those of a unit are more by those that are folded."""

@@ -93,8 +93,8 @@ class KernelRowsRecord(Record):
         for blocks in zip(*(row.apart() for row in self.rows), strict=True):
             yield ops.of_kernel_rows(blocks, self.geometry)
 
-    def slack(self) -> Tensor | None:
-        known = [s for row in self.rows if (s := row.slack()) is not None]
+    def margin(self) -> Tensor | None:
+        known = [s for row in self.rows if (s := row.margin()) is not None]
         return ops.AddedNorm([s.square() for s in known]).raised().sqrt() if known else None
 
     def of_units(self, units: UnitRows) -> Record:

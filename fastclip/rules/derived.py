@@ -299,7 +299,7 @@ class PrivateParameter(nn.Parameter):
 
 
 class Derived(Tensor):
-    """What has been computed from parameters and constants alone: a normalised weight, W + B A.
+    """What has been computed from parameters and constants alone: a normalized weight, W + B A.
 
     It requires a gradient, so that a use which nobody noticed is not lost without a word.
     """
@@ -351,7 +351,7 @@ class Derived(Tensor):
 
 def _refuse(gradient: Tensor) -> None:
     raise ParameterLeakError(
-        "a value computed from parameters alone (a normalised weight, a position table) was used where "
+        "a value computed from parameters alone (a normalized weight, a position table) was used where "
         "it could not be followed (a custom autograd function, a scripted function, a loss outside the "
         "model), so its gradient would be unclipped; use torch's own functions there, write the layer's "
         f"rule with @fastclip.rules.register_rule, or freeze these parameters; {VALUES_IN_LOSSES}"

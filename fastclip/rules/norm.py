@@ -177,7 +177,7 @@ class InstanceNormRule(GroupNormRule):
 
 
 # -------------------------------------------------------------------------------------------------
-# Normalisations with a weight and a bias of their own: two reductions, as in the layers.
+# Normalizations with a weight and a bias of their own: two reductions, as in the layers.
 
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {

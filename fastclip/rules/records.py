@@ -94,23 +94,23 @@ class Record(ABC):
         """The gradients themselves, some samples after the other: the same numbers each time."""
         yield self.per_sample()
 
-    def slack(self) -> Tensor | None:
+    def margin(self) -> Tensor | None:
         """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
         return None
 
     def of_units(self, units: UnitRows) -> Record:
         """The same with units for samples: a unit's gradient is the sum of its rows'."""
-        slack = self.slack()
+        margin = self.margin()
         return KeptRecord(
-            units.total(self.per_sample()), None if slack is None else units.total(slack)
+            units.total(self.per_sample()), None if margin is None else units.total(margin)
         )
 
 
 def norm_apart(record: Record) -> Tensor:
     """Squared norms [b] of the gradients that `apart` gives, raised by what rounding can hide."""
     parts = [ops.row_norm_sq(gradients) for gradients in record.apart()]
-    norm_sq, slack = parts[0] if len(parts) == 1 else torch.cat(parts), record.slack()
-    return norm_sq if slack is None else (norm_sq.sqrt() + slack).square()
+    norm_sq, margin = parts[0] if len(parts) == 1 else torch.cat(parts), record.margin()
+    return norm_sq if margin is None else (norm_sq.sqrt() + margin).square()
 
 
 def join(records: list[Record], record: Record) -> None:
@@ -142,11 +142,11 @@ class KeptRecord(Record):
         gradients, more = self.gradients, other.gradients
         if gradients.shape != more.shape:  # of two views of a parameter
             return None
-        own, added = self.slack(), other.slack()
-        slack = own if added is None else added
+        own, added = self.margin(), other.margin()
+        margin = own if added is None else added
         if own is not None and added is not None:
-            slack = own + added
-        return KeptRecord(gradients + more, slack)
+            margin = own + added
+        return KeptRecord(gradients + more, margin)
 
     def norm_sq(self) -> Tensor:
         if isinstance(self._hidden, ops.ProductNorm):
@@ -168,8 +168,8 @@ class KeptRecord(Record):
         """Nothing of their norms is hidden."""
         return self._hidden is None
 
-    def slack(self) -> Tensor | None:
-        return self._hidden.slack() if isinstance(self._hidden, ops.ProductNorm) else self._hidden
+    def margin(self) -> Tensor | None:
+        return self._hidden.margin() if isinstance(self._hidden, ops.ProductNorm) else self._hidden
 
 
 class PartedRecord(KeptRecord):
@@ -214,7 +214,7 @@ class InstantiatedRecord(KeptRecord):
     def as_given(self) -> bool:
         return False
 
-    def slack(self) -> Tensor:
+    def margin(self) -> Tensor:
         return (self._norm_sq.sqrt() - ops.row_norm_sq(self.gradients).sqrt()).clamp_min(0)
 
 
@@ -256,8 +256,8 @@ class ViewedRecord(Record):
         for own in self.record.apart():
             yield own.view(len(own), *self.shape)
 
-    def slack(self) -> Tensor | None:
-        return self.record.slack()
+    def margin(self) -> Tensor | None:
+        return self.record.margin()
 
     def of_units(self, units: UnitRows) -> Record:
         return ViewedRecord(self.record.of_units(units), self.shape)
@@ -329,19 +329,19 @@ class UnitRecord(Record):
         layout = self.layout()
         return layout.gather([part.per_sample() for part in self.rows.laid(layout)])
 
-    def slack(self) -> Tensor | None:
+    def margin(self) -> Tensor | None:
         if self.whole is not None:
-            return self.whole.slack()
+            return self.whole.margin()
         layout = self.layout()
-        return _gathered(layout, [part.slack() for part in self.rows.laid(layout)])
+        return _gathered(layout, [part.margin() for part in self.rows.laid(layout)])
 
     def kept(self) -> KeptRecord:
         """The units' gradients."""
         layout = self.layout()
         parts = self.rows.laid(layout)
-        slack = [part.slack() for part in parts]
+        margin = [part.margin() for part in parts]
         return KeptRecord(
-            layout.gather([part.per_sample() for part in parts]), _gathered(layout, slack)
+            layout.gather([part.per_sample() for part in parts]), _gathered(layout, margin)
         )
 
     def layout(self, others: Sequence[UnitRecord] = ()) -> Layout:
@@ -445,8 +445,8 @@ class LinearRecord(LaidRecord):
     def apart(self) -> Iterator[Tensor]:
         return ops.gradients_apart(*self.pair())
 
-    def slack(self) -> Tensor | None:
-        return ops.product_slack(self.a, self.g)
+    def margin(self) -> Tensor | None:
+        return ops.product_margin(self.a, self.g)
 
     def laid(self, layout: Layout) -> list[LinearRecord]:
         pairs = zip(layout.split(self.a), layout.split(self.g), strict=True)
@@ -514,8 +514,8 @@ class ConvRecord(LaidRecord):
     def apart(self) -> Iterator[Tensor]:
         return ops.conv_gradients_apart(self.x, self.g, self.geometry)
 
-    def slack(self) -> Tensor | None:
-        return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
+    def margin(self) -> Tensor | None:
+        return ops.product_margin(self.x, self.g, torch.Size(self.geometry.kernel).numel())
 
     def laid(self, layout: Layout) -> list[UnitConvRecord]:
         pairs = zip(layout.split(self.x), layout.split(self.g), strict=True)
@@ -546,8 +546,8 @@ class UnitConvRecord(Record):
     def apart(self) -> Iterator[Tensor]:
         return ops.conv_unit_gradients_apart(self.x, self.g, self.geometry)
 
-    def slack(self) -> Tensor | None:
-        return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
+    def margin(self) -> Tensor | None:
+        return ops.product_margin(self.x, self.g, torch.Size(self.geometry.kernel).numel())
 
 
 class LookupRecord(LaidRecord):
@@ -604,10 +604,10 @@ class LookupRecord(LaidRecord):
         norm_sq = ops.lookup_norm(
             self.ids, self.sample, self.g, self.batch_size, self.num_embeddings, self.padding_idx
         )
-        return (norm_sq.sqrt() + self.slack()).square()
+        return (norm_sq.sqrt() + self.margin()).square()
 
-    def slack(self) -> Tensor:
-        return ops.lookup_slack(self.sample, self.g, self.batch_size)
+    def margin(self) -> Tensor:
+        return ops.lookup_margin(self.sample, self.g, self.batch_size)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.lookup_sum(

@@ -94,8 +94,8 @@ class _Together(Record):
     def per_sample(self) -> Tensor:
         return added(record.per_sample() for record in self.records)
 
-    def slack(self) -> Tensor | None:
-        known = [s for record in self.records if (s := record.slack()) is not None]
+    def margin(self) -> Tensor | None:
+        known = [s for record in self.records if (s := record.margin()) is not None]
         return added(known) if known else None
 
 
@@ -166,8 +166,8 @@ class InstantiatedTogether(_Together):
                 total = total + own
                 lost = 2 * len(records) * ops.unit_roundoff(own.dtype) * ops.row_norm_sq(own).sqrt()
                 hidden = hidden + lost
-                slack = record.slack()
-                hidden = hidden if slack is None else hidden + slack
+                margin = record.margin()
+                hidden = hidden if margin is None else hidden + margin
             found.append((ops.row_norm_sq(total).sqrt() + hidden).square())
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -343,8 +343,8 @@ class RegionsRecord(Record):
         assert total is not None
         return total.view(len(total), *self.shape)
 
-    def slack(self) -> Tensor | None:
-        known = [s for _, record in self.parts if (s := record.slack()) is not None]
+    def margin(self) -> Tensor | None:
+        known = [s for _, record in self.parts if (s := record.margin()) is not None]
         return torch.stack(known).sum(0) if known else None
 
     def of_units(self, units: UnitRows) -> Record:

@@ -27,7 +27,7 @@ _NEAR_HALF = 2.0**-5
 """How far from a power of two a ratio may be: on a GPU gradients may be added up in another order."""
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6}
 _ROUNDING_HALF = 1e-3
-"""Of the largest entry: what of several samples is below has cancelled but for rounding (the maximum
+"""Of the largest entry: what of several samples is below has canceled but for rounding (the maximum
 that a softmax subtracts), and contributes nothing."""
 
 

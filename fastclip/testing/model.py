@@ -140,11 +140,12 @@ class Truth:
     def is_random(self) -> bool:
         """Whether sample 0's loss or gradient depends on a generator."""
         (first, one), (second, other) = self.gradient(0, seed=1), self.gradient(0, seed=2)
-        slack = 1e3 * torch.finfo(self.precision()).eps
-        if abs(first - second) > slack * abs(first):
+        margin = 1e3 * torch.finfo(self.precision()).eps
+        if abs(first - second) > margin * abs(first):
             return True
         return any(
-            (a is None) != (b is None) or (a is not None and b is not None and _differ(a, b, slack))
+            (a is None) != (b is None)
+            or (a is not None and b is not None and _differ(a, b, margin))
             for a, b in zip(one.values(), other.values(), strict=True)
         )
 
@@ -191,8 +192,8 @@ def in_double(model: nn.Module, batch: Any, loss: Loss) -> tuple[nn.Module, Any]
     return clone(model).double(), wide
 
 
-def _differ(a: Tensor, b: Tensor, slack: float) -> bool:
-    return bool(torch.linalg.vector_norm(a - b) > slack * torch.linalg.vector_norm(a))
+def _differ(a: Tensor, b: Tensor, margin: float) -> bool:
+    return bool(torch.linalg.vector_norm(a - b) > margin * torch.linalg.vector_norm(a))
 
 
 def _bits(dtype: torch.dtype) -> tuple[int, float]:
@@ -406,19 +407,19 @@ def _losses(
 ) -> list[str]:
     """What the values of the losses say of coupled samples, and of a forward that has changed."""
     reduced = {"sum": math.fsum(losses), "mean": math.fsum(losses) / len(losses)}
-    slack = tolerance * math.fsum(abs(value) for value in losses)
-    slack /= len(losses) if loss_reduction == "mean" else 1
+    margin = tolerance * math.fsum(abs(value) for value in losses)
+    margin /= len(losses) if loss_reduction == "mean" else 1
     findings = []
     other = "sum" if loss_reduction == "mean" else "mean"
-    if abs(whole - reduced[loss_reduction]) > slack:
+    if abs(whole - reduced[loss_reduction]) > margin:
         why = "so samples depend on each other, in the model or in the loss (a mean over tokens)"
-        if abs(whole - reduced[other]) <= slack:
+        if abs(whole - reduced[other]) <= margin:
             why = f"but their {other}: pass loss_reduction={other!r}"
         findings.append(
             f"the loss of the batch, {whole:.6g}, is not the {loss_reduction} of its samples' own "
             f"losses, {reduced[loss_reduction]:.6g}, {why}"
         )
-    if abs(whole - private) > slack:
+    if abs(whole - private) > margin:
         findings.append(f"the private model's loss is {private:.6g}, the model's own {whole:.6g}")
     return findings
 

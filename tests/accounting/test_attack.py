@@ -73,7 +73,7 @@ def test_one_subsampled_step(sigma: float, rate: float) -> None:
 
 
 def test_the_likelihood_ratio_of_a_run_stays_below() -> None:
-    """The best test by Neyman and Pearson, simulated for both neighbours; 6 standard deviations."""
+    """The best test by Neyman and Pearson, simulated for both neighbors; 6 standard deviations."""
     sigma, rate, steps, runs = 1.0, 0.1, 30, 20_000
     rng = np.random.default_rng(0)
 

@@ -53,7 +53,7 @@ def test_the_usual_rates(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_a_picture(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """It shows the bound: its colour is above the guess everywhere."""
+    """It shows the bound: its color is above the guess everywhere."""
     path = tmp_path / "attack.png"
     assert main([*RUN, "--picture", str(path)]) == 0
     assert "attacker" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_history_is_what_an_accountant_records(name: str, steps: int) -> None:
     assert history(schedule, sigma, rate, steps) == accountant.history
 
 
-def test_equal_neighbours_merge() -> None:
+def test_equal_neighbors_merge() -> None:
     class Repeating:
         def factor(self, step: int) -> float:
             return 1.0 if step < 5 else 0.5

@@ -138,7 +138,7 @@ def renyi(p: np.ndarray, q: np.ndarray, order: float) -> float:
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.5])
 @pytest.mark.parametrize("log_odds", [1e-3, 0.1, 1.0])
 def test_bound_holds_for_an_exact_search(trials: Any, p: float, log_odds: float) -> None:
-    """Randomised response: the best run's divergence, computed exactly, is within the bound."""
+    """Randomized response: the best run's divergence, computed exactly, is within the bound."""
     q = 1 / (1 + (1 / p - 1) * math.exp(log_odds))
     one, other = np.array([1 - p, p]), np.array([1 - q, q])
     orders = np.array(ORDERS[:120])

@@ -24,7 +24,7 @@ FOLLOWS = f"{RELEASED}::test_noise_follows_the_threshold"
 DRAWS = "tests/data/test_drawn_law.py::test_draws_are_those_that_are_recorded"
 LEVELS = "tests/clipping/test_noise_levels.py"
 PAPERS = "tests/clipping/test_papers.py::test_run_is_the_papers_loop"
-MOVED = "tests/test_properties.py::test_neighbouring_batches"
+MOVED = "tests/test_properties.py::test_neighboring_batches"
 MEAN = "tests/engine/optimizer/test_optimizers.py::test_a_step_is_the_inner_one_of_the_clipped_mean[sgd]"
 PUBLIC = (
     "tests/data/test_plan.py::test_public_rate_and_batch_size_do_not_depend_on_the_number_of_rows"

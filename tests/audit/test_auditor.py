@@ -147,7 +147,7 @@ def test_scores_in_their_order(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_run_of_randomised_response() -> None:
+def test_one_run_of_randomized_response() -> None:
     """The worst case of pure DP: bounds come near epsilon, and exceed it rarely."""
     rng = np.random.default_rng(1)
     epsilon, m, wrong, found = 1.0, 1000, 0, []

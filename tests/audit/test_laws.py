@@ -155,7 +155,7 @@ DRAWN: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
     "at another rate": lambda c, rng: rng.random(c.shape) < 0.25,
     "the same in every step": lambda c, rng: np.tile(c[:1], (10, 1)),
     "in blocks of 64": lambda c, rng: (rng.random((10, 79)) < 0.2).repeat(64, axis=1)[:, :5000],
-    "neighbours together": lambda c, rng: c.repeat(2, axis=1),
+    "neighbors together": lambda c, rng: c.repeat(2, axis=1),
     "of one size": lambda c, rng: rng.permuted(
         np.tile(np.arange(5000) < 1000, (10, 1)), axis=1
     ),

@@ -35,7 +35,7 @@ from fastclip.audit.mechanism import (
     loudness,
 )
 from fastclip.audit.mutants import MUTANTS
-from fastclip.audit.neighbors import NEIGHBOURS, SETTINGS, audit_neighbours
+from fastclip.audit.neighbors import NEIGHBORS, SETTINGS, audit_neighbors
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 FEW = 2500
@@ -115,7 +115,7 @@ def test_halved_noise_is_seen_by_the_fewest_canaries(
 
 def test_too_few_canaries_see_nothing() -> None:
     assert power(FULL, 40, ALARM / MADE) < 0.1
-    assert len(SETTINGS) + len(NEIGHBOURS) == MADE
+    assert len(SETTINGS) + len(NEIGHBORS) == MADE
 
 
 def seen(right: int, claimed: float = 4.387, history: object = None, **given: object) -> Attacked:
@@ -212,10 +212,10 @@ def test_no_false_alarm_in_a_hundred_audits() -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("setting", NEIGHBOURS, ids=lambda s: s.name)
-def test_neighbours_are_not_told_apart(setting: object) -> None:
+@pytest.mark.parametrize("setting", NEIGHBORS, ids=lambda s: s.name)
+def test_neighbors_are_not_told_apart(setting: object) -> None:
     torch.manual_seed(0)
-    found = audit_neighbours(setting, runs=10)  # type: ignore[arg-type]
+    found = audit_neighbors(setting, runs=10)  # type: ignore[arg-type]
     assert not found.refuted
     assert 0.1 < found.claimed < 0.3
 
@@ -231,17 +231,17 @@ def test_a_number_that_shows_the_row_in_half_of_the_fewest_runs_is_found() -> No
 def test_the_batches_of_a_pass_are_counted() -> None:
     """Two rows, of which a pass has one step, but two where its steps follow the rows."""
     (mutant,) = (m for m in MUTANTS if m.name == "a pass of as many steps as rows")
-    released = neighbors.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
+    released = neighbors.one_run(NEIGHBORS[0], True, FastPrivacyEngine())
     assert released["len(loader)"] == released["batches of a pass"] == 1
     with mutant.broken():
-        released = neighbors.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
+        released = neighbors.one_run(NEIGHBORS[0], True, FastPrivacyEngine())
     assert released["len(loader)"] == released["batches of a pass"] == 2
 
 
-def test_neighbours_of_a_stated_epsilon_that_is_too_low() -> None:
+def test_neighbors_of_a_stated_epsilon_that_is_too_low() -> None:
     (mutant,) = (m for m in MUTANTS if m.name == "the stated epsilon is a tenth")
     with mutant.broken():
-        found = audit_neighbours(NEIGHBOURS[0], runs=4)
+        found = audit_neighbors(NEIGHBORS[0], runs=4)
     assert found.refuted
     assert "is stated of" in found.faults[0]
 
@@ -267,7 +267,7 @@ def test_a_bound_from_guesses(history: list) -> None:
 
 
 def test_a_bound_of_any_mechanism() -> None:
-    """Randomised response tells as much as epsilon allows: right with probability 1 / (1 + e^-eps)."""
+    """Randomized response tells as much as epsilon allows: right with probability 1 / (1 + e^-eps)."""
     right = int(10**6 / (1 + math.exp(-2.0)))
     assert provable_epsilon(right, 10**6, 0.05, 0.0) == pytest.approx(2.0, abs=0.01)
     assert provable_epsilon(right, 10**6, 0.05, 0.01) < provable_epsilon(right, 10**6, 0.05, 0.0)

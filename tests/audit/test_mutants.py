@@ -70,14 +70,14 @@ QUICK = (
     pytest.param(m, id=m.name, marks=() if m.name in QUICK else pytest.mark.slow) for m in HELD
 ])  # fmt: skip
 def test_a_mutant_is_refuted(mutant: Mutant) -> None:
-    """Each of the mechanism's, with few canaries; the neighbours' take long, and are in a slow test."""
+    """Each of the mechanism's, with few canaries; the neighbors' take long, and are in a slow test."""
     torch.manual_seed(0)
     assert mutant.audited(canaries=20_000, runs=0).refuted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m not in HELD], ids=lambda m: m.name)
-def test_a_mutant_of_neighbours_is_refuted(mutant: Mutant) -> None:
+def test_a_mutant_of_neighbors_is_refuted(mutant: Mutant) -> None:
     torch.manual_seed(0)
     assert mutant.audited(canaries=0, runs=400).refuted
 

@@ -118,7 +118,7 @@ def test_a_true_claim_stands_and_a_false_one_is_refuted(kind: str, quiet: bool) 
     report = audit.report(engine, scores, delta=1e-5)
     assert report.claimed == engine.get_epsilon(1e-5)
     assert report.inside == int(audit._inside.sum())
-    assert "added or removed" in report.neighbours
+    assert "added or removed" in report.neighbors
     if quiet:
         assert report.claimed < report.bound <= report.most
         assert report.refuted
@@ -132,7 +132,7 @@ def test_a_true_claim_stands_and_a_false_one_is_refuted(kind: str, quiet: bool) 
 def made(bound: float, claimed: float = 2.0) -> Report:
     return Report(
         claimed=claimed, delta=1e-5, significance=0.05, bound=bound, most=4.5, auroc=0.7, tpr=0.1,
-        canaries=100, inside=51, neighbours="one row is added or removed <here>",
+        canaries=100, inside=51, neighbors="one row is added or removed <here>",
     )  # fmt: skip
 
 

@@ -280,7 +280,7 @@ def test_no_claim_does_not_stand() -> None:
 def test_scores_of_the_wrong_sign_are_said() -> None:
     common: dict[str, Any] = {
         "claimed": 2.0, "delta": 1e-5, "significance": 0.05, "bound": 0.0, "most": 4.0, "tpr": 0.0,
-        "canaries": 1000, "inside": 500, "neighbours": "rows",
+        "canaries": 1000, "inside": 500, "neighbors": "rows",
     }  # fmt: skip
     assert any("turn their sign" in note for note in Report(auroc=0.1, **common).notes)
     assert not any("turn their sign" in note for note in Report(auroc=0.48, **common).notes)

@@ -1,4 +1,4 @@
-"""Layers that normalise, and tables, as nodes of C++ and of Python: what samples give one at a time, to
+"""Layers that normalize, and tables, as nodes of C++ and of Python: what samples give one at a time, to
 the bit."""
 
 from __future__ import annotations

@@ -484,7 +484,7 @@ def test_groups_are_of_rows() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
-def test_materialised_gradients_have_no_units(mode: str) -> None:
+def test_materialized_gradients_have_no_units(mode: str) -> None:
     _, private, optimizer, _ = make_private(mlp(), grad_sample_mode=mode)
     optimizer.batch.next_units = unit_rows([0, 1, 0])
     backward(private, rows(3))

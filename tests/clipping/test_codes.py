@@ -20,7 +20,7 @@ from fastclip.clipping.codes import (
     step_numbers,
 )
 from fastclip.clipping.policy import LARGEST, SMALLEST
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.ops.clip import TYPES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
@@ -80,7 +80,7 @@ def test_parts_of_ones_own_have_none() -> None:
 
 def test_numbers() -> None:
     """Room for rounding is left on one side only, and limits are those of thresholds."""
-    room = 1 - slack(torch.float32)
+    room = 1 - margin(torch.float32)
     for scale, expected in ((Hard(), (1.0, room)), (Tanh(eps=0.3), (room, 1.0))):
         numbers = clip_numbers(Clipping(scale))
         assert numbers is not None

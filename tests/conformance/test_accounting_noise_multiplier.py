@@ -1,7 +1,7 @@
 """opacus.tests.accounting_noise_multiplier_test: what adaptive clipping records as spent."""
 
 from fastclip import FastPrivacyEngine
-from fastclip.engine.opacus_modes.optimizers import MaterialisedAdaptiveOptimizer
+from fastclip.engine.opacus_modes.optimizers import MaterializedAdaptiveOptimizer
 from fastclip.engine.optimizer import FastDPOptimizer
 from tests.conformance.engines import FastEngine
 from tests.conformance.substitution import FAST, OWN, cases, opacus_tests
@@ -12,7 +12,7 @@ globals().update(
     cases(
         _module, OWN,
         names={
-            "PrivacyEngine": FastPrivacyEngine, "AdaClipDPOptimizer": MaterialisedAdaptiveOptimizer,
+            "PrivacyEngine": FastPrivacyEngine, "AdaClipDPOptimizer": MaterializedAdaptiveOptimizer,
         },
     )
 )  # fmt: skip

@@ -57,7 +57,7 @@ def test_a_pass_is_one_gaussian_mechanism(shuffle: bool) -> None:
     found = engine.mechanism(delta=1e-5, epochs=2)
     assert not found.sampled_independently
     assert found.planned == found.taken
-    assert "zero-out" in found.neighbours
+    assert "zero-out" in found.neighbors
     assert "without amplification" in str(found)
 
 

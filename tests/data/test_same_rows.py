@@ -128,7 +128,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         attribute("rows", lambda r: [x + 1 for x in r]),
     ),
     "cached but for one": (lambda: Held(rows=values(), cache=[None] * N), cached),
-    "labelled anew": (
+    "labeled anew": (
         lambda: Held(rows=values(), label=[i % 3 for i in range(N)]),
         attribute("label", lambda label: [(y + 1) % 3 for y in label]),
     ),

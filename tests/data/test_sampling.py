@@ -36,7 +36,7 @@ def draws(source: PoissonSampler, times: int, n: int) -> Tensor:
 
 
 def assert_frequencies(counts: Tensor, times: int, rates: Tensor) -> None:
-    """Binomial, independent over rows: the squares of the normalised counts add up to chi-square."""
+    """Binomial, independent over rows: the squares of the normalized counts add up to chi-square."""
     z = (counts.double() - times * rates) / (times * rates * (1 - rates)).sqrt()
     assert stats.chi2.sf(float(z.square().sum()), len(z)) > ALPHA / 2
     assert stats.chi2.cdf(float(z.square().sum()), len(z)) > ALPHA / 2

@@ -46,7 +46,7 @@ def steps(sigma: str) -> dict[str, Any]:
     return {"weights": found}
 
 
-def penalised() -> dict[str, Any]:
+def penalized() -> dict[str, Any]:
     """Steps whose loss holds the distance from given weights, which every rank has alike."""
     model, data = network(), TensorDataset(ROWS)
     sent = [p.detach() + 0.3 for p in model.parameters()]

@@ -40,7 +40,7 @@ def test_noise_is_added_once(tmp_path: Path) -> None:
 
 def test_a_penalty_is_added_once_by_all_ranks(tmp_path: Path) -> None:
     """FedProx: the ranks' samples are clipped and summed, the distance's gradient comes once."""
-    found = world.run(2, "tests.distributed.by_hand:penalised", tmp_path)
+    found = world.run(2, "tests.distributed.by_hand:penalized", tmp_path)
     model = by_hand.network()
     sent = [p.detach() + 0.3 for p in model.parameters()]
     for k in range(4):

@@ -263,7 +263,7 @@ def test_ghost_mode_returns_the_criterion() -> None:
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 def test_modes_of_opacus(mode: str) -> None:
-    """Opacus' gradients and noise through the same engine; test_materialised.py has the steps."""
+    """Opacus' gradients and noise through the same engine; test_materialized.py has the steps."""
     model, optimizer, _ = train(FastPrivacyEngine(), grad_sample_mode=mode)
     assert isinstance(optimizer, DPOptimizer)
     theirs, _, _ = train(PrivacyEngine(), grad_sample_mode=mode)

@@ -90,10 +90,10 @@ def test_a_checkpoint_of_a_run_whose_size_shows(tmp_path: Path) -> None:
     earlier, engine = FastPrivacyEngine(), FastPrivacyEngine()
     made, later = private(earlier), private(engine, **PUBLIC)
     train(made)
-    assert "added or removed" in engine.mechanism().neighbours
+    assert "added or removed" in engine.mechanism().neighbors
     earlier.save_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
     engine.load_checkpoint(path=tmp_path / "run.pt", module=later[0], optimizer=later[1])
-    assert "zero-out" in engine.mechanism().neighbours
+    assert "zero-out" in engine.mechanism().neighbors
 
 
 def test_units_go_on_from_their_own_checkpoint(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_units_go_on_from_their_own_checkpoint(tmp_path: Path) -> None:
     engine.load_checkpoint(path=tmp_path / "run.pt", module=later[0], optimizer=later[1])
     train(later)
     assert sum(steps for *_, steps in engine.accountant.history) == 2 * engine.sampling.steps
-    assert "added or removed" in engine.mechanism().neighbours
+    assert "added or removed" in engine.mechanism().neighbors
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_run_of_a_public_size_beside_one_whose_size_shows() -> None:
     train(private(engine))
     private(engine, **PUBLIC)
     found = engine.mechanism()
-    assert "zero-out" in found.neighbours
+    assert "zero-out" in found.neighbors
     assert found.units == N
     assert any("N = 12, which other steps of epsilon tell" in line for line in found.trusted)
     assert FastPrivacyEngine().accountant.history == []  # and another engine starts anew

@@ -52,7 +52,7 @@ def test_no_row_is_trained_and_tested_on(data) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_an_example_can_be_copied(path: Path) -> None:
-    """With its neighbours alone."""
+    """With its neighbors alone."""
     for node in ast.walk(ast.parse(path.read_text())):
         found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

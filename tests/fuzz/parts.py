@@ -226,7 +226,7 @@ def coupling(strength: float) -> dict[str, Callable[[], nn.Module]]:
         "centred": lambda x: x - strength * x.mean(0),
         "batch norm": lambda x: x + strength * _batch_norm(x),
         "detached maximum": lambda x: x / (1 + strength * x.detach().abs().max()),
-        "neighbour": lambda x: x + strength * x.roll(1, 0),
+        "neighbor": lambda x: x + strength * x.roll(1, 0),
         "halves": halves,
         "mixup": mixed,
         "softmax over rows": lambda x: x + strength * x.softmax(0),

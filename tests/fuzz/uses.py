@@ -26,7 +26,7 @@ _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda w: (0.3 * w).exp(),
     "tanh": torch.tanh,
     "transposed": lambda w: w.T,
-    "normalised": lambda w: F.normalize(w, dim=-1),
+    "normalized": lambda w: F.normalize(w, dim=-1),
     "softmax": lambda w: w.softmax(-1),
     "triangle": torch.tril,
     "over its norm": lambda w: w / w.norm(),

@@ -49,7 +49,7 @@ def test_clinicalbert(tmp_path: Path) -> None:
     )
     assert run.dp_optimizer.expected_batch_size == 250
     assert sum(steps for *_, steps in found.taken) == run.state.global_step == 4
-    assert "added or removed" in found.neighbours
+    assert "added or removed" in found.neighbors
     assert run.epsilon() <= 3
     changed = {name for name, p in weights(model).items() if not torch.equal(p, before[name])}
     assert changed == {"classifier.weight", "classifier.bias"}

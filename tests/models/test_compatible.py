@@ -172,18 +172,18 @@ class Gated(nn.BatchNorm1d):
         return torch.sigmoid(super().forward(x))
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     """A weight that waits for its hook."""
     return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
 
 
 def test_a_class_of_its_own() -> None:
-    with refused(r"1 \(Gated\) normalises over the batch in a way of its own"):
+    with refused(r"1 \(Gated\) normalizes over the batch in a way of its own"):
         fix(nn.Sequential(nn.Linear(4, 4), Gated(4)))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
-@pytest.mark.parametrize("make", [normalised, lambda: nn.utils.skip_init(nn.BatchNorm1d, 4)])
+@pytest.mark.parametrize("make", [normalized, lambda: nn.utils.skip_init(nn.BatchNorm1d, 4)])
 def test_what_deepcopy_alone_does_not_copy(make: Callable[[], nn.Module]) -> None:
     model = make()
     x = torch.randn(5, 4)

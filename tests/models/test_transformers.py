@@ -1,4 +1,4 @@
-"""Tiny, randomly initialised networks of transformers, exact sample by sample."""
+"""Tiny, randomly initialized networks of transformers, exact sample by sample."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def predict_next(output: Any, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, tokens[:, 1:], reduction="none").mean(1)
 
 
-def randomised(model: nn.Module, attention: str = "eager") -> nn.Module:
+def randomized(model: nn.Module, attention: str = "eager") -> nn.Module:
     """As in training: no zero biases and no unit gains; no key-value cache."""
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
@@ -160,7 +160,7 @@ def test_classifiers(make: Callable, padded: bool, length: int, dtype: torch.dty
         lengths = torch.tensor([[length], [1], [length - 1]])
         inputs["attention_mask"] = (torch.arange(length) < lengths).long()
     batch = Batch(kwargs=inputs, target=torch.tensor([0, 3, 4]))
-    check_exact(randomised(make()), batch, classify, dtype=dtype)
+    check_exact(randomized(make()), batch, classify, dtype=dtype)
 
 
 @pytest.mark.one_in(4)
@@ -170,7 +170,7 @@ def test_classifiers(make: Callable, padded: bool, length: int, dtype: torch.dty
 def test_language_models(make: Callable, length: int, dtype: torch.dtype) -> None:
     tokens = ids(length)
     batch = Batch(kwargs={"input_ids": tokens}, target=tokens)
-    check_exact(randomised(make()), batch, predict_next, dtype=dtype)
+    check_exact(randomized(make()), batch, predict_next, dtype=dtype)
 
 
 @pytest.mark.one_in(8)
@@ -182,7 +182,7 @@ def test_encoder_decoder(source: int, target: int, dtype: torch.dtype) -> None:
     batch = Batch(
         kwargs={"input_ids": ids(source), "decoder_input_ids": labels.roll(1, 1)}, target=labels
     )
-    check_exact(randomised(t5()), batch, predict, dtype=dtype)
+    check_exact(randomized(t5()), batch, predict, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,7 +191,7 @@ def test_images(loss_reduction: str, dtype: torch.dtype) -> None:
     batch = Batch(
         kwargs={"pixel_values": torch.randn(ROWS, 3, 16, 16)}, target=torch.tensor([0, 3, 4])
     )
-    model = randomised(vit())
+    model = randomized(vit())
     check_exact(model, batch, classify, dtype=dtype, loss_reduction=loss_reduction)
 
 
@@ -204,7 +204,7 @@ def test_fused_attention(make: Callable) -> None:
     if make is bert:
         loss_fn, target = classify, torch.tensor([0, 3, 4])
     batch = Batch(kwargs=inputs, target=target)
-    model, dtype = randomised(make(), attention="sdpa"), torch.float64
+    model, dtype = randomized(make(), attention="sdpa"), torch.float64
     check_exact(model, batch, loss_fn, dtype=dtype)
 
 
@@ -223,5 +223,5 @@ def test_a_mask_that_is_left_out_where_no_row_is_padded(padded: int) -> None:
         losses = F.cross_entropy(output.logits.transpose(1, 2), labels, reduction="none")
         return losses.sum(1) / (labels != -100).sum(1)
 
-    model = randomised(t5(), attention="sdpa")
+    model = randomized(t5(), attention="sdpa")
     check_exact(model, Batch(kwargs=inputs, target=labels), predict_labels, dtype=torch.float64)

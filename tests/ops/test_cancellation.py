@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastclip import ops
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from tests.oracle import make_private, summed
 
 C = 1.0
@@ -213,9 +213,9 @@ def test_many_rows_of_one_id(tiny: bool) -> None:
 @pytest.mark.parametrize(("t", "d", "p"), [(64, 768, 768), (8, 6000, 2000), (130, 40, 30)])
 @pytest.mark.parametrize("method", ["ghost_norm", "instantiated_norm"])
 def test_terms_of_one_sign(method: str, t: int, d: int, p: int) -> None:
-    """All entries equal: every rounding goes the same way. The slack of the scales covers it."""
+    """All entries equal: every rounding goes the same way. The margin of the scales covers it."""
     for value in (0.1, 0.7, 1.3):
         a, g = torch.full((1, t, d), value), torch.full((1, t, p), value)
         found = getattr(ops, method)(a, g).double().sqrt().item()
         exact = a.double().norm().item() * g.double().norm().item()
-        assert found * (1 + slack(torch.float32)) >= exact
+        assert found * (1 + margin(torch.float32)) >= exact

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastclip.clipping import Clipping, Hard, PerLayer
-from fastclip.core.numerics import accumulation_dtype, slack
+from fastclip.core.numerics import accumulation_dtype, margin
 from fastclip.errors import ArgumentError
 from fastclip.ops.clip import clip_accumulate, hard_scales, room
 
@@ -218,7 +218,7 @@ class ClipContract:
         threshold: float, magnitude: int,
     ) -> None:  # fmt: skip
         """A sample alone: the norm of what is stored, in float64, is at most C; and no more of it
-        is lost than the slack, unless the scale leaves the range of float32."""
+        is lost than the margin, unless the scale leaves the range of float32."""
         values = torch.tensor(significands, dtype=torch.float64).repeat(repeats) * 2.0**exponent
         g = values.to(self.device, dtype)[None]
         c = threshold * 2.0**magnitude
@@ -286,7 +286,7 @@ class ClipContract:
                 self.clip(gradients, thresholds)
 
     def test_opacus(self) -> None:
-        """Its results up to what it adds to the norms, 1e-6 (in float64, where our slack is tiny)."""
+        """Its results up to what it adds to the norms, 1e-6 (in float64, where our margin is tiny)."""
         gradients = drawn(12, [(3, 5), (40,), (1,)], torch.float64)
         gradients = [g * 3 for g in gradients]
         for thresholds in (1.5, [0.5, 1.0, 0.25]):
@@ -356,4 +356,4 @@ def test_scales_of_norms(dtype: torch.dtype, per_layer: bool) -> None:
     expected = strategy.scales(whole.to(dtype), state, None, norms if per_layer else None)
     expected = expected if per_layer else expected[None]
     assert torch.equal(scales, expected.masked_fill(expected < bounds[1], 0))
-    assert bounds[0] == 1 - slack(dtype)
+    assert bounds[0] == 1 - margin(dtype)

@@ -35,7 +35,7 @@ from tests.float32_flags import (
 )
 from tests.interrupts import at_every_line
 from tests.oracle import make_private, row_loss, summed
-from tests.test_no_synchronisation import MODELS
+from tests.test_no_synchronization import MODELS
 
 PRODUCTS = {
     "mm", "bmm", "mv", "dot", "addmm", "addmv", "addmv_", "baddbmm", "convolution",
@@ -130,7 +130,7 @@ def test_every_operation(allow: Callable[[], None]) -> None:
 
 
 class Several(nn.Module):
-    """A layer used twice, a convolution and a normalisation."""
+    """A layer used twice, a convolution and a normalization."""
 
     def __init__(self) -> None:
         super().__init__()

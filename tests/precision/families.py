@@ -22,24 +22,24 @@ Case = tuple[nn.Module, Batch, LossFn]
 
 def _classifier(make: Callable[[], nn.Module], **options: Any) -> Case:
     batch = Batch(kwargs={"input_ids": hf.ids(7)}, target=LABELS)
-    return hf.randomised(make(), **options), batch, hf.classify
+    return hf.randomized(make(), **options), batch, hf.classify
 
 
 def _language_model(make: Callable[[], nn.Module], **options: Any) -> Case:
     tokens = hf.ids(7)
     batch = Batch(kwargs={"input_ids": tokens}, target=tokens)
-    return hf.randomised(make(), **options), batch, hf.predict_next
+    return hf.randomized(make(), **options), batch, hf.predict_next
 
 
 def _t5(**options: Any) -> Case:
     tokens = hf.ids(7)
     inputs = {"input_ids": tokens, "decoder_input_ids": tokens.roll(1, 1)}
-    return hf.randomised(hf.t5(), **options), Batch(kwargs=inputs, target=tokens), hf.predict
+    return hf.randomized(hf.t5(), **options), Batch(kwargs=inputs, target=tokens), hf.predict
 
 
 def _vit(**options: Any) -> Case:
     batch = Batch(kwargs={"pixel_values": torch.randn(ROWS, 3, 16, 16)}, target=LABELS)
-    return hf.randomised(hf.vit(), **options), batch, hf.classify
+    return hf.randomized(hf.vit(), **options), batch, hf.classify
 
 
 def _resnet(**_: Any) -> Case:

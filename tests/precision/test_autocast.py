@@ -104,7 +104,7 @@ def test_near_float64(family: str, dtype: torch.dtype, tol: float) -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_the_forward_pass_is_torchs(dtype: torch.dtype) -> None:
-    """Normalisation layers keep the type that torch's autocast gives them on this device."""
+    """Normalization layers keep the type that torch's autocast gives them on this device."""
     model, batch, _ = FAMILIES["resnet"]()
     plain = copy.deepcopy(model)
     private = make_private(model)[1]

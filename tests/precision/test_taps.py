@@ -250,7 +250,7 @@ def test_frozen_meanwhile() -> None:
 
 
 def test_trained_later() -> None:
-    """What a layer that normalises leaves depends on which of its parameters are trained."""
+    """What a layer that normalizes leaves depends on which of its parameters are trained."""
     model = Net().double()
     twin = copy.deepcopy(model)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -164,7 +164,7 @@ def in_object(model: Any, h: Tensor) -> Tensor:
 
 
 def others_bank(model: Any, h: Tensor) -> Tensor:
-    """Neighbours among the last batch, if that was as large; the mean over them is small."""
+    """Neighbors among the last batch, if that was as large; the mean over them is small."""
     if model.state is None or model.state.shape != h.shape:
         return torch.zeros(len(h), D).to(h)
     return (h @ model.state.T).softmax(1) @ model.state

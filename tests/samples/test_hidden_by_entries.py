@@ -109,7 +109,7 @@ def test_parameters_are_as_before() -> None:
 
 
 def groups(h: Tensor) -> Tensor:
-    """Normalised in groups of 16 rows; fewer stay as they are."""
+    """Normalized in groups of 16 rows; fewer stay as they are."""
     if len(h) < 16:
         return h
     whole, rest = h[: len(h) // 16 * 16], h[len(h) // 16 * 16 :]

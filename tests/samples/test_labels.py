@@ -93,7 +93,7 @@ def lost_row(value: float) -> Callable[[Tensor], Tensor]:
     return lose
 
 
-class Labelled(nn.Module):
+class Labeled(nn.Module):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.table, self.head, self.loss = nn.Embedding(9, D), nn.Linear(D, K), loss
@@ -146,7 +146,7 @@ CASES = {
 def test_labels_of_a_later_batch(case: str) -> None:
     """It couples rows, which the first batch need not: refused there, or at once."""
     loss, first, then = CASES[case]
-    private, optimizer = make_private(Labelled(loss))[1:3]
+    private, optimizer = make_private(Labeled(loss))[1:3]
     with refused(COUPLED):
         for labels in (first, first, then(first)):
             private(IDS, labels).backward()
@@ -159,7 +159,7 @@ def test_labels_of_a_later_batch(case: str) -> None:
 
 def test_a_place_beyond_the_last_token() -> None:
     """Which place that is changes from batch to batch."""
-    private, optimizer = make_private(Labelled(span))[1:3]
+    private, optimizer = make_private(Labeled(span))[1:3]
     private(IDS, torch.arange(B) % T).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -169,7 +169,7 @@ def test_a_place_beyond_the_last_token() -> None:
 
 @pytest.mark.parametrize("labels", [TOKENS, left_out(TOKENS)], ids=["all count", "some do"])
 def test_a_mean_of_rows_own_means(labels: Tensor) -> None:
-    private = make_private(Labelled(row_means))[1]
+    private = make_private(Labeled(row_means))[1]
     private(IDS, labels).backward()
     private(IDS, left_out(TOKENS)).backward()
 
@@ -180,7 +180,7 @@ def test_classes_that_all_count() -> None:
     def mean(scores: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(scores.mean(1), labels)
 
-    private, optimizer = make_private(Labelled(mean))[1:3]
+    private, optimizer = make_private(Labeled(mean))[1:3]
     for labels in (torch.zeros(B, dtype=torch.int64), torch.arange(B) % K):
         private(IDS, labels).backward()
         optimizer.step()
@@ -198,8 +198,8 @@ def own_following(scores: Tensor, labels: Tensor) -> Tensor:
 
 def test_constants_that_do_not_count() -> None:
     """As many for each sample: exact in batches of any size, whose labels all count."""
-    model = Labelled(following).double()
-    own = Labelled(own_following).double()
+    model = Labeled(following).double()
+    own = Labeled(own_following).double()
     own.load_state_dict(model.state_dict())
     params = dict(model.named_parameters())
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.1, lr=0.0)
@@ -219,7 +219,7 @@ def test_constants_that_do_not_count() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_labels_of_samples_beside_constants(steps: int, then: Callable[[Tensor], Tensor]) -> None:
     """Some of a sample's, all of it, one of each: none is made up for by the constants."""
-    private, optimizer = make_private(Labelled(following))[1:3]
+    private, optimizer = make_private(Labeled(following))[1:3]
     for _ in range(steps):
         private(IDS, TOKENS).backward()
         optimizer.step()
@@ -262,7 +262,7 @@ ALONE = {
 def test_rows_that_are_apart_whatever_their_labels(case: str) -> None:
     """Against each row's own loss, of the first batch and of a later one."""
     loss, *batches = ALONE[case]
-    model = Labelled(loss).double()
+    model = Labeled(loss).double()
     own, params = copy.deepcopy(model), dict(model.named_parameters())
     own.loss = lambda *given: torch.stack(
         [loss(*row) for row in zip(*map(rows, given), strict=True)]

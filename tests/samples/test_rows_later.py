@@ -134,7 +134,7 @@ class Bias(nn.Module):
 LATE: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda p: p,
     "first row": lambda p: p[0],
-    "normalised": lambda p: p / p.norm(),
+    "normalized": lambda p: p / p.norm(),
 }
 
 

@@ -73,7 +73,7 @@ def test_what_learns_from_the_batch_is_refused(way: str, kind: str) -> None:
 
 
 def test_what_follows_from_no_batch_is_the_models_own() -> None:
-    """Weights that a model normalises itself; a look leaves them as they were."""
+    """Weights that a model normalizes itself; a look leaves them as they were."""
     seen: list[Tensor] = []
 
     def write(own: Tensor, now: Tensor) -> None:
@@ -167,7 +167,7 @@ def test_bags_that_look_at_the_batch(options: dict) -> None:
     assert torch.equal(model.table, before)
 
 
-def test_a_frozen_table_whose_rows_the_batch_normalises() -> None:
+def test_a_frozen_table_whose_rows_the_batch_normalizes() -> None:
     model = Table(trained=False, max_norm=1.0)
     before = model.table.clone()
     with refused("private"):

@@ -337,7 +337,7 @@ class Latents(nn.Module):
 
 @HEADS.member
 class Slots(nn.Module):
-    """Slot attention: normalised over the slots, a GRU cell over folded rows."""
+    """Slot attention: normalized over the slots, a GRU cell over folded rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,8 +63,8 @@ class Matrices(nn.Module):
 
 
 @DERIVED.member(inputs=image)
-class StandardisedConvolution(nn.Module):
-    """Weight standardisation, as in BiT; a blurred kernel."""
+class StandardizedConvolution(nn.Module):
+    """Weight standardization, as in BiT; a blurred kernel."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Opacus' optimizers of materialised per-sample gradients, with fastclip's clip and noise.
+"""Opacus' optimizers of materialized per-sample gradients, with fastclip's clip and noise.
 
 The modes "hooks", "functorch" and "ew" leave `p.grad_sample` [b, ...] on every parameter. Here their
 clipping is one operation over all parameters (fastclip.ops.clip_accumulate), exact where Opacus
@@ -192,15 +192,15 @@ class _FirstRank(OpacusStep):
         return super()._noise_std() if self.rank == 0 else 0.0
 
 
-class MaterialisedDPOptimizer(_Clip):
+class MaterializedDPOptimizer(_Clip):
     """Flat clipping."""
 
 
-class MaterialisedPerLayerOptimizer(_PerLayerClip, DPPerLayerOptimizer):
+class MaterializedPerLayerOptimizer(_PerLayerClip, DPPerLayerOptimizer):
     """One threshold a parameter tensor."""
 
 
-class MaterialisedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
+class MaterializedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
     """C follows a quantile of the norms (Andrew et al. 2021), with Opacus' keywords and rule.
 
     Formal guarantee: a sample counts +1/2 or -1/2, so that the noisy count is a Gaussian mechanism of
@@ -244,11 +244,11 @@ class MaterialisedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
         self._count, self.sample_size, self.unclipped_num = None, 0, 0
 
 
-class MaterialisedDistributedOptimizer(_FirstRank, _Clip, DistributedDPOptimizer):
+class MaterializedDistributedOptimizer(_FirstRank, _Clip, DistributedDPOptimizer):
     """Flat clipping on every rank; rank 0 adds the noise."""
 
 
-class MaterialisedDistributedPerLayerOptimizer(
+class MaterializedDistributedPerLayerOptimizer(
     _FirstRank, _PerLayerClip, SimpleDistributedPerLayerOptimizer
 ):
     """One threshold a parameter tensor on every rank; rank 0 adds the noise."""
@@ -285,11 +285,11 @@ def clip_apart(
 
 
 _OURS: dict[type, type] = {
-    DPOptimizer: MaterialisedDPOptimizer,
-    DPPerLayerOptimizer: MaterialisedPerLayerOptimizer,
-    AdaClipDPOptimizer: MaterialisedAdaptiveOptimizer,
-    DistributedDPOptimizer: MaterialisedDistributedOptimizer,
-    SimpleDistributedPerLayerOptimizer: MaterialisedDistributedPerLayerOptimizer,
+    DPOptimizer: MaterializedDPOptimizer,
+    DPPerLayerOptimizer: MaterializedPerLayerOptimizer,
+    AdaClipDPOptimizer: MaterializedAdaptiveOptimizer,
+    DistributedDPOptimizer: MaterializedDistributedOptimizer,
+    SimpleDistributedPerLayerOptimizer: MaterializedDistributedPerLayerOptimizer,
     FSDPOptimizerFastGradientClipping: ShardedOptimizer,
 }
 

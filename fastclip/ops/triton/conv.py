@@ -285,7 +285,7 @@ def _norm_tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, bucket, 
 
 
 @launched(do_not_specialize=["out_s"])
-def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.constexpr):
+def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, margin, out_s, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     at = OUT + b * columns
     norm = tl.sqrt_rn(ordered_sum(at, columns, 1, BLOCK, False))
@@ -294,7 +294,7 @@ def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.c
     else:
         size_x = tl.load(UNSEEN + b)
     size_g = tl.sqrt_rn(ordered_sum(at + 2 * out_s, columns, 1, BLOCK, False))
-    norm = norm * factor + slack * size_x * size_g
+    norm = norm * factor + margin * size_x * size_g
     tl.store(NORMS + b, norm * norm)
 
 
@@ -471,7 +471,7 @@ def _block(columns: int) -> int:
 # each
 #   such float32 sum is scaled by one multiply-add: tensor cores truncate, and over a large map
 # that
-#   would come to more than the slack of the scales (2^-18);
+#   would come to more than the margin of the scales (2^-18);
 # - float32 operands, and maps of fewer than FEW positions (a tile then holds many samples), are
 # scaled
 #   in float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products.

@@ -3,14 +3,14 @@
     norm_b = sum over the distinct ids v of sample b of || sum of the g[j] that look up v ||^2
 
 Index letters: b sample, j entry, t position, d feature; v id. The entries are sorted by the key
-(sample, id), so that equal keys are neighbours: a run. A program takes ROWS sorted entries and a
+(sample, id), so that equal keys are neighbors: a run. A program takes ROWS sorted entries and a
 tile of d, reads each row of g once, and knows the whole of every run but its first and last, and of
 every sample but its first and last. What it cannot finish it hands on as two carried rows (partial
 sum of a run, and the squared norms of its sample so far), which are again sorted by key: the next
 launch does the same to them, until one program takes all. So an id repeated n times costs log n
 launches, never a loop over n, and each sample is written once, by one program: no atomics.
 Carried rows are 2 / ROWS of g. Sums are float64: rows of one id may cancel, and a float32 sum of many
-could then hide more of a norm than the scales' slack covers; the kernel waits for memory anyway.
+could then hide more of a norm than the scales' margin covers; the kernel waits for memory anyway.
 """
 
 from __future__ import annotations

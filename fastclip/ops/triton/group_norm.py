@@ -3,13 +3,13 @@
     y = (x - mean) * rstd * w + bias,  statistics over the c/k channels of a group and all positions
 
 PyTorch's kernels want the positions of a channel side by side, and copy every other map there and back.
-Here a program takes some whole groups of neighbouring channels, its columns, of one sample: a row of
-its tile is one read of neighbouring bytes. Groups whose size is no power of two are padded to one.
+Here a program takes some whole groups of neighboring channels, its columns, of one sample: a row of
+its tile is one read of neighboring bytes. Groups whose size is no power of two are padded to one.
 
 A sample's positions fit in registers: x is read once. Else they are cut into chunks: each leaves mean
 and squared deviations of its groups (Welford's recurrence for each entry of the tile, merged as by
 Chan, Golub and LeVeque 1983, so that a large mean costs no digits), and a second kernel merges those
-of a sample and normalises. The cut depends on the shape of a sample only, not on the batch.
+of a sample and normalizes. The cut depends on the shape of a sample only, not on the batch.
 
 Index letters: b sample, t position, c channel, k group of channels.
 """
@@ -228,7 +228,7 @@ def _moments(X, MEANS, SQUARES, t, c, k, blocks, chunks, rows, work,
 
 @autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["samples", "rows", "work"])
-def _normalise(X, W, BIAS, MEANS, SQUARES, Y, MEAN, RSTD, samples, t, c, k, blocks, chunks, rows, eps,
+def _normalize(X, W, BIAS, MEANS, SQUARES, Y, MEAN, RSTD, samples, t, c, k, blocks, chunks, rows, eps,
                work, CHUNKS2: tl.constexpr, SIZE: tl.constexpr,
                SIZE2: tl.constexpr, COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                HAS_BIAS: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
@@ -287,7 +287,7 @@ def group_norm(
     programs = b * how.chunks * how.blocks
     cuts = t, c, k, how.blocks, how.chunks, how.rows
     launch(_moments, programs, same, (x, *parts), *cuts, **how.constants)
-    launch(_normalise, programs, same, (x, *own, *parts, y, mean, rstd), b, *cuts, eps,
+    launch(_normalize, programs, same, (x, *own, *parts, y, mean, rstd), b, *cuts, eps,
            CHUNKS2=next_power_of_2(how.chunks), **given)  # fmt: skip
     return y, mean, rstd
 

@@ -9,7 +9,7 @@ too. With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after t
 row of tiles reads a once more and the first column g, for the sizes that the bound needs.
 
 The result is never below the exact value: (||W|| (1 + m u) + (1 + t w) u ||A|| ||G||)^2 with
-u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_slack`; m and w (rounding.one_sided) cover
+u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_margin`; m and w (rounding.one_sided) cover
 the accumulators of tensor cores, which truncate.
 """
 
@@ -134,14 +134,14 @@ def _tiles_kernel(
 
 @launched(do_not_specialize=["stats_s"])
 def _finish_kernel(
-    stats, norms, tiles_p, tiles_d, factor, slack, stats_s, stats_b, BLOCK: tl.constexpr
+    stats, norms, tiles_p, tiles_d, factor, margin, stats_s, stats_b, BLOCK: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     at = stats + b * stats_b
     norm = tl.sqrt_rn(ordered_sum(at, tiles_p * tiles_d, 1, BLOCK, False))
     size_g = tl.sqrt_rn(ordered_sum(at + stats_s, tiles_p, 1, BLOCK, False))
     size_a = tl.sqrt_rn(ordered_sum(at + 2 * stats_s, tiles_d, 1, BLOCK, False))
-    norm = norm * factor + slack * size_a * size_g
+    norm = norm * factor + margin * size_a * size_g
     tl.store(norms + b, norm * norm)
 
 

@@ -1,7 +1,7 @@
 """Backward of LayerNorm, RMSNorm and GroupNorm: the input's gradient and per-sample affine ones.
 
     x_hat = (x - mean) * rstd    dw_b = sum_t g * x_hat    db_b = sum_t g    h = g * w
-    dx = rstd * (h - M[h] - x_hat * M[h * x_hat]),  M the mean over what was normalised
+    dx = rstd * (h - M[h] - x_hat * M[h * x_hat]),  M the mean over what was normalized
 
 (RMSNorm: no mean and no M[h].) Index letters: b sample, t position, c channel, k group of channels.
 LayerNorm and RMSNorm: a program takes some positions of a sample with all their channels; x and g

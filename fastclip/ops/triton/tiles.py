@@ -16,7 +16,7 @@ from triton.runtime import driver
 from fastclip.core.numerics import (
     GRAM_ERROR_FACTOR,
     lost_squares,
-    slack,
+    margin,
     unit_roundoff,
     user_allows_tf32,
 )
@@ -293,7 +293,7 @@ CHUNK = 4096
 def product_mode(x: Tensor, y: Tensor) -> str:
     """How x and y are multiplied: "native" (16-bit tensor cores), "ieee" or "tf32x3".
 
-    tf32 rounds by up to 2^-11, which neither a useful bound nor the slack of the scales (2^-18)
+    tf32 rounds by up to 2^-11, which neither a useful bound nor the margin of the scales (2^-18)
     covers; where the user allows it, three tf32 products that together keep 21 bits take its place.
     """
     if x.dtype == y.dtype and x.dtype != torch.float32:
@@ -326,7 +326,7 @@ def summed(t: int) -> float:
     Of float32 products, which tensor cores truncate; beyond half of the room that scales leave, which
     covers up to 3,072 positions.
     """
-    room = slack(torch.float32) / UNIT / 2
+    room = margin(torch.float32) / UNIT / 2
     return 2 * max(0.0, one_sided(t, "ieee")[0] - room)
 
 

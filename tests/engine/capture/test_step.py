@@ -38,7 +38,7 @@ def _tape(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Text(nn.Module):
-    """Tied, with an embedding, a normalisation and a product with a raw parameter."""
+    """Tied, with an embedding, a normalization and a product with a raw parameter."""
 
     def __init__(self) -> None:
         super().__init__()

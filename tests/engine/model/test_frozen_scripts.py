@@ -27,7 +27,7 @@ class Taught(nn.Module):
         return self.use(self, x)
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """Of whose BatchNorm the mode decides what it does."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def test_a_script_without_parameters_left() -> None:
 
 
 def test_a_frozen_script_that_begins_to_look_at_the_batch() -> None:
-    script = torch.jit.script(Normalised().requires_grad_(False).eval())
+    script = torch.jit.script(Normalized().requires_grad_(False).eval())
     _, private, optimizer, _ = make_private(Taught(taught, script))
     script.eval()
     step(private, optimizer, batch())

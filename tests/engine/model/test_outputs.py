@@ -128,7 +128,7 @@ def test_the_gradient_of_the_input() -> None:
     assert relative_error(ours.grad, theirs.grad) <= 1e-12
 
 
-def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Mean loss over the weights and, squared, over the inputs (a gradient penalty)."""
     losses = row_loss(model(x))
     (slope,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
@@ -140,7 +140,7 @@ def test_a_gradient_penalty_is_refused() -> None:
     model = mlp()
     private = make_private(model)[1]
     with pytest.raises(RuntimeError):
-        penalised(private, rows().requires_grad_()).backward()
+        penalized(private, rows().requires_grad_()).backward()
     assert all(p.grad is None for p in model.parameters())
 
 

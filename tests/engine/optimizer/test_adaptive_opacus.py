@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.accounting.epsilon import compose
-from fastclip.engine.opacus_modes.optimizers import MaterialisedAdaptiveOptimizer
+from fastclip.engine.opacus_modes.optimizers import MaterializedAdaptiveOptimizer
 from fastclip.errors import ArgumentError, StepError
 from fastclip.ops.noise import NoiseSource
 from tests.oracle import row_loss
@@ -182,7 +182,7 @@ def test_a_sigma_that_the_counts_alone_would_spend(sigma: float) -> None:
 def test_a_public_batch_size_of_nothing() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
     with refused("expected_batch_size > 0", ArgumentError):
-        MaterialisedAdaptiveOptimizer(
+        MaterializedAdaptiveOptimizer(
             torch.optim.SGD(parameters, lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
             expected_batch_size=0, **KEYWORDS,
         )  # fmt: skip

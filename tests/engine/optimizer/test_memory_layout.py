@@ -145,7 +145,7 @@ def test_half_precision(name: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "name"), [("hooks", "conv"), ("functorch", "conv"), ("ew", "linear")]
 )
-def test_materialised_gradients(mode: str, name: str) -> None:
+def test_materialized_gradients(mode: str, name: str) -> None:
     """Opacus' modes release through the same place."""
     adam: dict[str, Any] = {"kind": torch.optim.Adam}
     trained = [

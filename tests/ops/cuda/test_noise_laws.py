@@ -30,7 +30,7 @@ def assert_law(cipher: str, dtype: torch.dtype, guarded: bool, device: str, n: i
     out = torch.full((n,), torch.nan, dtype=dtype, device=device)
     fill(cipher, [out], guarded=guarded)
     assert_standard_normal(out.cpu())
-    for shift in (1, 2, 4, 1024, CHUNK):  # a pair, neighbours, runs of a thread, chunks
+    for shift in (1, 2, 4, 1024, CHUNK):  # a pair, neighbors, runs of a thread, chunks
         assert_uncorrelated(out[:-shift].cpu(), out[shift:].cpu())
 
 

@@ -290,7 +290,7 @@ def test_kept_records_hold_the_norms_of_what_they_hold(
         record, found = kept_record(parts, norm), ops.whole(parts)
         bare = ops.row_norm_sq(found)
         torch.testing.assert_close(norm.total, bare, rtol=1e-6, atol=0)
-        raised = (bare.sqrt() + ops.product_slack(*pair)).square()
+        raised = (bare.sqrt() + ops.product_margin(*pair)).square()
         torch.testing.assert_close(record.norm_sq(), raised, rtol=1e-6, atol=0)
         assert torch.equal(record.per_sample(), found)
         assert torch.equal(torch.cat([*record.apart()]), found)

@@ -110,7 +110,7 @@ def test_entries_tensors_and_draws_are_independent() -> None:
     first, second = (source.normal_(torch.empty(1_000_000)) for _ in range(2))
     assert_uncorrelated(first, second)
     assert_uncorrelated(first, SecureNoise().normal_(torch.empty(1_000_000)))
-    for shift in (1, CHUNK // 8, CHUNK // 4, CHUNK // 2):  # neighbours, cosine and sine of a pair
+    for shift in (1, CHUNK // 8, CHUNK // 4, CHUNK // 2):  # neighbors, cosine and sine of a pair
         assert_uncorrelated(first[:-shift], first[shift:])
 
 

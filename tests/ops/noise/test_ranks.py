@@ -25,7 +25,7 @@ def test_ranks_draw_noise_of_their_own(ranks: list[dict]) -> None:
 def test_a_step_adds_noise_once(ranks: list[dict], mode: str) -> None:
     """Both ranks make the same step; what it adds is one N(0, (sigma C)^2) on every parameter."""
     (kind, first, rows), (_, second, others) = (rank[mode] for rank in ranks)
-    assert "Materialised" in kind or kind == "ShardedOptimizer"
+    assert "Materialized" in kind or kind == "ShardedOptimizer"
     assert torch.equal(first, second)
     sigma = 2.0 if "per_layer" in mode else 1.0  # of four layers: ||(1, 1, 1, 1)||
     if "mean" in mode:

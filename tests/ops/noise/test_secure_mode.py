@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: DPOptimizer, loader: DataLoader) -> None:
 
 
 def noise_of_a_step(model: nn.Module, optimizer: DPOptimizer, rows: int = 8) -> Tensor:
-    """Standardised noise of one step, over all parameters: (p.grad B - sum) / (sigma C)."""
+    """Standardized noise of one step, over all parameters: (p.grad B - sum) / (sigma C)."""
     device = optimizer.params[0].device
     x, y = torch.randn(rows, 6, device=device), torch.randint(0, 3, (rows,), device=device)
     optimizer.zero_grad()

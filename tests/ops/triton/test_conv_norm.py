@@ -1,4 +1,4 @@
-"""conv_norm and conv_ghost_norm against float64, over geometries, layouts and cancelling inputs."""
+"""conv_norm and conv_ghost_norm against float64, over geometries, layouts and canceling inputs."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ def check(record: Record, exact: Tensor) -> None:
     assert relative_error(found, norm_sq) < 2e-3
     assert relative_error(record.per_sample(), exact) < 1e-5
     assert relative_error(torch.cat(list(record.apart())), exact) < 1e-5
-    slack = record.slack()
-    assert slack is not None
-    assert bool((slack >= 0).all())
+    margin = record.margin()
+    assert margin is not None
+    assert bool((margin >= 0).all())
     scale = torch.tensor([0.5, 0.0, 2.0], device=found.device)
     total = record.clipped_sum(scale.to(record._operands[0].device))
     assert total.is_contiguous()

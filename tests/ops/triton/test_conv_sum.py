@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.ops import ConvGeometry, dispatch
 from fastclip.ops.triton.conv import conv_sum
 from fastclip.ops.triton.runtime import INTERPRETED
@@ -122,9 +122,9 @@ def test_dead_samples(value: float, dtype: torch.dtype, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.one_in(4)
 def test_no_contribution_beyond_its_sensitivity(dtype: torch.dtype, side: int) -> None:
-    """A sample scaled to norm 1, less the slack of the scales, stays within 1.
+    """A sample scaled to norm 1, less the margin of the scales, stays within 1.
 
-    Entries are equal, so that their roundings add up instead of cancelling.
+    Entries are equal, so that their roundings add up instead of canceling.
     """
     geometry = ConvGeometry((20, 17, 3, 3), (1, 1), (0, 0), (1, 1), 1)
     one, worst = torch.ones(1), 0.0
@@ -132,7 +132,7 @@ def test_no_contribution_beyond_its_sensitivity(dtype: torch.dtype, side: int) -
         x = torch.full((1, 17, side, side), value).to(DEVICE, dtype)
         g = torch.full((1, 20, side - 2, side - 2), 1.3).to(DEVICE, dtype)
         size = exact(x, g, one, geometry).norm()
-        scale = ((1 - slack(torch.float32)) / size).to(DEVICE, torch.float32)
+        scale = ((1 - margin(torch.float32)) / size).to(DEVICE, torch.float32)
         assert conv_sum(x, g, scale[None], geometry).double().norm() <= 1
         worst = max(worst, exact(x, (g * scale).bfloat16(), one, geometry).norm().item())
     assert worst > 1 + 1e-4  # what scaling before a 16-bit product would contribute

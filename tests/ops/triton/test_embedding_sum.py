@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.ops.triton.embedding import ROWS, lookup_sum
 from tests.ops.triton.oracle import DEVICE, DTYPES, normal, relative_error, strided
 from tests.ops.triton.test_embedding_norm import SHAPES, random_ids
@@ -101,11 +101,11 @@ def test_rows_that_cancel() -> None:
 
 
 def test_no_contribution_beyond_its_sensitivity() -> None:
-    """A sample scaled to norm 1, less the slack of the scales, stays within 1."""
+    """A sample scaled to norm 1, less the margin of the scales, stays within 1."""
     ids, sample, g = ops.flatten_lookup(random_ids(5, 1, 70), torch.full((1, 70, 40), 1.3))
     ids, sample, g = ids.to(DEVICE), sample.to(DEVICE), g.to(DEVICE)
     size = exact(ids, sample, g, torch.ones(1), 5).norm()
-    scale = ((1 - slack(torch.float32)) / size).to(DEVICE, torch.float32)
+    scale = ((1 - margin(torch.float32)) / size).to(DEVICE, torch.float32)
     assert lookup_sum(ids, sample, g, scale[None], 5).double().norm() <= 1
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.ops.triton.ghost_norm import ghost_cross, ghost_norm, ghost_norm_concat
 from fastclip.ops.triton.runtime import INTERPRETED
 from fastclip.ops.triton.tiles import CHUNK, STEP, UNIT, one_sided, product_mode, summed
@@ -92,7 +92,7 @@ def test_nothing_to_sum(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("t", [1, 3, 65])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_not_finite(value: float, t: int, dtype: torch.dtype) -> None:
-    """A sample that holds inf or NaN has no finite norm; its neighbours keep theirs."""
+    """A sample that holds inf or NaN has no finite norm; its neighbors keep theirs."""
     a, g = operands(4, t, 5, 6, dtype)
     clean = ghost_norm(a, g)
     a[1, -1, 2], g[2, 0, 3] = value, value
@@ -288,7 +288,7 @@ def test_bounds_cover_sums_of_one_sign(t: int) -> None:
             step += product
         acc += step
     high = (acc.double() / (t * product.double()) - 1).max().item() / UNIT
-    assert 0.02 * t / STEP < high <= summed(t) / 2 + slack(torch.float32) / UNIT / 2
+    assert 0.02 * t / STEP < high <= summed(t) / 2 + margin(torch.float32) / UNIT / 2
 
 
 def test_agrees_with_the_reference() -> None:

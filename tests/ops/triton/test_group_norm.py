@@ -272,7 +272,7 @@ class Cast(nn.Module):
         return x.float()
 
 
-def randomised(*layers: nn.Module) -> nn.Module:
+def randomized(*layers: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*layers)
     for p in model.parameters():
@@ -315,7 +315,7 @@ def test_private_layer(name: str, size: int, monkeypatch: pytest.MonkeyPatch) ->
     layer's output stays channels-last."""
     monkeypatch.setattr(dispatch, "_STATE", dispatch._State("auto"))
     convolutions = nn.Conv2d(3, 12, 1, bias=False), nn.Conv2d(12, 2, 1)
-    model = randomised(convolutions[0], MODELS[name](), nn.Tanh(), convolutions[1])
+    model = randomized(convolutions[0], MODELS[name](), nn.Tanh(), convolutions[1])
     x = last(normal(3, 3, size, size) + 1)
     expected = trained(copy.deepcopy(model).cpu().double(), x.cpu().double(), "reference")
     found = trained(model.to(DEVICE), x, "triton")
@@ -345,7 +345,7 @@ def test_autocast_without_a_copy(backend: str, monkeypatch: pytest.MonkeyPatch) 
     """Where autocast asks for float32 (it does on GPUs) the layer takes x as it is: the same numbers."""
     norm = nn.GroupNorm(4, 12)
     layers = nn.Conv2d(3, 12, 1), norm, Cast(), nn.Tanh(), nn.Conv2d(12, 2, 1)
-    model = randomised(*layers).to(DEVICE)
+    model = randomized(*layers).to(DEVICE)
     model[0].bfloat16().requires_grad_(False)
     plain = copy.deepcopy(model)
     x = last(normal(3, 3, 7, 7).bfloat16())

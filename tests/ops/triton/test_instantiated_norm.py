@@ -89,7 +89,7 @@ def test_nothing_to_sum(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("t", [1, 65])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_not_finite(value: float, t: int, dtype: torch.dtype) -> None:
-    """A sample that holds inf or NaN has no finite norm; its neighbours keep theirs."""
+    """A sample that holds inf or NaN has no finite norm; its neighbors keep theirs."""
     a, g = operands(4, t, 70, 6, dtype)
     a[1, -1, 2], g[2, 0, 3] = value, value
     a[3, 0, 0], g[3] = value, 0  # inf * 0

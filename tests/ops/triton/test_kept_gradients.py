@@ -47,10 +47,10 @@ def test_norm_and_gradients(dtype: torch.dtype, transposed: bool) -> None:
 
 def test_two_uses_keep_what_rounding_hides_of_both() -> None:
     (one, x), (two, y) = kept(torch.bfloat16, 0), kept(torch.bfloat16, 5)
-    assert bool((one.slack() > 0).all())
+    assert bool((one.margin() > 0).all())
     both = one.merge(two)
     assert isinstance(both, KeptRecord)
-    assert torch.equal(both.slack(), one.slack() + two.slack())
+    assert torch.equal(both.margin(), one.margin() + two.margin())
     exact = (x + y).flatten(1).square().sum(1)
     assert bool((both.norm_sq().double() >= exact).all())
     assert relative_error(both.norm_sq(), exact) < 1e-4

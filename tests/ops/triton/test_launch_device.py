@@ -63,7 +63,7 @@ def test_every_launch_is_guarded(launched: list[tuple[str, torch.device]]) -> No
         "_clip_kernel", "_step_kernel", "_pairs_kernel", "_one_position_kernel", "_finish_kernel",
         "_layers_kernel", "_norms_kernel",
         "_tiles_kernel", "_tiles", "_finish_tiles", "_pairs", "_finish_pairs", "_runs", "_rows",
-        "_groups", "_whole", "_moments", "_normalise", "_sums", "_gradient", "_sum_kernel",
+        "_groups", "_whole", "_moments", "_normalize", "_sums", "_gradient", "_sum_kernel",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Backward of normalisation layers: the reference against autograd, the kernels against both."""
+"""Backward of normalization layers: the reference against autograd, the kernels against both."""
 
 from __future__ import annotations
 

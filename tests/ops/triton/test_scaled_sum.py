@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.ops.triton import tiles
 from fastclip.ops.triton.runtime import INTERPRETED
 from fastclip.ops.triton.scaled_sum import scaled_sum
@@ -93,15 +93,15 @@ def test_dead_samples(value: float, t: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [1, 3, 17, 64])
 def test_no_contribution_beyond_its_sensitivity(t: int, dtype: torch.dtype) -> None:
-    """A sample scaled to norm 1, less the slack of the scales, stays within 1.
+    """A sample scaled to norm 1, less the margin of the scales, stays within 1.
 
-    Entries are equal, so that their roundings add up instead of cancelling.
+    Entries are equal, so that their roundings add up instead of canceling.
     """
     one, worst = torch.ones(1), 0.0
     for value in (0.9, 1.1, 1.3, 1.5, 1.7):
         a = torch.full((1, t, 70), value).to(DEVICE, dtype)
         g = torch.full((1, t, 40), 1.3).to(DEVICE, dtype)
-        scale = ((1 - slack(torch.float32)) / exact(a, g, one).norm()).to(DEVICE, torch.float32)
+        scale = ((1 - margin(torch.float32)) / exact(a, g, one).norm()).to(DEVICE, torch.float32)
         assert scaled_sum(a, g, scale[None]).double().norm() <= 1
         worst = max(worst, exact(a, (g * scale).to(torch.bfloat16), one).norm().item())
     assert worst > 1 + 1e-4  # what scaling before a 16-bit product would contribute

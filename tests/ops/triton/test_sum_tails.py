@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastclip.core.numerics import slack
+from fastclip.core.numerics import margin
 from fastclip.ops.triton.scaled_sum import scaled_sum, scaled_sums
 from tests.ops.triton.oracle import DEVICE, relative_error
 from tests.ops.triton.test_scaled_sum import check, exact, operands
@@ -126,11 +126,11 @@ def test_what_lies_beyond_a_sample_is_not_read(tails: list[int]) -> None:
 def test_no_contribution_beyond_its_sensitivity(
     t: int, dtype: torch.dtype, tails: list[int]
 ) -> None:
-    """Entries are equal, so that their roundings add up instead of cancelling."""
+    """Entries are equal, so that their roundings add up instead of canceling."""
     norm_one = torch.ones(1)
     for value in (1.7, 0.9, 0.1, 3.3):
         a = torch.full((1, t, 70), value).to(DEVICE, dtype)
         g = torch.full((1, t, 40), 1.3).to(DEVICE, dtype)
-        scale = (1 - slack(torch.float32)) / exact(a, g, norm_one).norm()
+        scale = (1 - margin(torch.float32)) / exact(a, g, norm_one).norm()
         assert scaled_sum(a, g, scale.to(DEVICE, torch.float32)[None]).double().norm() <= 1
     assert all(tails)

@@ -13,7 +13,7 @@ from fastclip.ops.dispatch import use_backend
 from fastclip.ops.units import UnitRows
 from tests.ops.triton.oracle import DEVICE, relative_error
 from tests.oracle import make_private, row_loss, summed
-from tests.test_no_synchronisation import MODELS, STRATEGIES
+from tests.test_no_synchronization import MODELS, STRATEGIES
 
 USED = {
     "sequence": {"layer_norm_backward", "ghost_norms", "scaled_sum"},

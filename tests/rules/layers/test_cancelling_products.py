@@ -31,7 +31,7 @@ POINTWISE = ops.ConvGeometry((1, 1, 1), (1,), (0,), (1,), 1)
 WIDE = ops.ConvGeometry((1, 1, 3), (1,), (1,), (1,), 1)
 
 
-def cancelling(t: int, seed: int) -> tuple[Tensor, Tensor]:
+def canceling(t: int, seed: int) -> tuple[Tensor, Tensor]:
     """a and g [1, t, 1]: one number everywhere, under ones and what takes them back."""
     generator = torch.Generator().manual_seed(seed)
     a = (1 + torch.rand(1, generator=generator)).expand(1, t, 1).contiguous()
@@ -140,7 +140,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Record]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_record(kind: str, t: int) -> None:
     for seed in range(12):
-        record = KINDS[kind](*cancelling(t, seed))
+        record = KINDS[kind](*canceling(t, seed))
         norms = record.norm_sq().sqrt()
         threshold = 0.3 * norms[0].item()
         scale = (threshold / norms).clamp_max(1).nan_to_num()
@@ -191,7 +191,7 @@ def test_model(name: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner() if keeps else EVERYTHING
     monkeypatch.setattr(oracle, "FastPrivacyEngine", lambda: FastPrivacyEngine(planner=planner))
     for seed in range(6):
-        a, g = cancelling(4096, seed)
+        a, g = canceling(4096, seed)
         model = MODELS[name]()
         _, private, _, _ = oracle.make_private(model, max_grad_norm=1e-4, loss_reduction="sum")
         (private(a) * g).sum().backward()

@@ -33,7 +33,7 @@ def contribution(model: nn.Module, inputs: tuple, g: torch.Tensor) -> float:
     return total.norm().item()
 
 
-def cancelling(t: int, d: int, big: float, dtype: torch.dtype) -> torch.Tensor:
+def canceling(t: int, d: int, big: float, dtype: torch.dtype) -> torch.Tensor:
     """[1, t, d]: rows of many sizes that add up to about 1."""
     big = min(big, 1e3) if dtype == torch.float16 else big
     half = (torch.randn(t // 2, d) * big * 10 ** -(3 * torch.rand(t // 2, 1))).to(dtype)
@@ -56,7 +56,7 @@ def shuffled_ids(t: int, v: int) -> torch.Tensor:
 def test_embedding(v: int, big: float, dtype: torch.dtype) -> None:
     for seed in range(10):
         torch.manual_seed(seed)
-        g = cancelling(64, 8, big, dtype)
+        g = canceling(64, 8, big, dtype)
         ids = torch.ones(1, 64, dtype=torch.int64) if seed % 2 else shuffled_ids(64, v)
         assert contribution(nn.Embedding(v, 8).to(dtype), (ids,), g) <= C
 

@@ -160,7 +160,7 @@ class ScaledRoot(nn.Module):
         return self.layer(torch.tanh(x * self.scale))
 
 
-def weight_normalised() -> nn.Module:
+def weight_normalized() -> nn.Module:
     """A weight made of two parameters at every forward."""
     return nn.Sequential(
         nn.Linear(6, 6), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))
@@ -170,7 +170,7 @@ def weight_normalised() -> nn.Module:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("make", "widths"),
-    [(ScaledRoot, [6]), (weight_normalised, [6]), (GatedModel, [6]), (TwoInputs, [6, 5])],
+    [(ScaledRoot, [6]), (weight_normalized, [6]), (GatedModel, [6]), (TwoInputs, [6, 5])],
 )
 def test_several_tensors(make, widths: list, dtype: torch.dtype) -> None:
     inputs = tuple(torch.randn(4, width) for width in widths)

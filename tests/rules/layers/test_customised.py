@@ -20,8 +20,8 @@ from tests.refusal import refused
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-class Standardised(nn.Conv2d):
-    """Weight standardisation, through the method that forward calls."""
+class Standardized(nn.Conv2d):
+    """Weight standardization, through the method that forward calls."""
 
     def _conv_forward(self, x, weight, bias):
         weight = weight - weight.mean((1, 2, 3), keepdim=True)
@@ -114,7 +114,7 @@ class Plain(nn.Linear):
 
 
 CLASSES = {
-    "conv-forward": (lambda: Standardised(3, 4, 2), (4, 3, 5, 5)),
+    "conv-forward": (lambda: Standardized(3, 4, 2), (4, 3, 5, 5)),
     "instance-norm": (lambda: ScaledNorm(3, affine=True), (4, 3, 7)),
     "property": (lambda: Halved(5, 3), (4, 5)),
     "getattr": (lambda: Watched(5, 3), (4, 6, 5)),
@@ -132,7 +132,7 @@ CLASSES = {
 def test_a_class(case: str, dtype: torch.dtype) -> None:
     make, shape = CLASSES[case]
     model = make()
-    for p in model.parameters():  # torch's own initialisation may have filled a copy
+    for p in model.parameters():  # torch's own initialization may have filled a copy
         nn.init.normal_(p)
     check_exact(model, torch.randn(shape), dtype=dtype)
 
@@ -140,7 +140,7 @@ def test_a_class(case: str, dtype: torch.dtype) -> None:
 def test_harmless_subclasses_keep_their_rule() -> None:
     assert find_rule(Plain(5, 3)) is find_rule(nn.Linear(5, 3))
     assert find_rule(Doubled(5, 3)) is find_rule(nn.Linear(5, 3))
-    assert find_rule(Standardised(3, 4, 2)) is None
+    assert find_rule(Standardized(3, 4, 2)) is None
 
 
 def circular(conv: nn.Conv2d) -> nn.Conv2d:
@@ -353,6 +353,6 @@ def test_transposed_weights_of_a_subclass(dtype: torch.dtype) -> None:
             return value * 2 if name == "weight" else value
 
     model = Named(3, 5)
-    nn.init.normal_(model._parameters["weight"])  # torch's own initialisation has filled a copy
+    nn.init.normal_(model._parameters["weight"])  # torch's own initialization has filled a copy
     check_exact_or_refused(model, torch.randn(4, 6, 5), dtype=dtype)
     assert find_rule(model) is None

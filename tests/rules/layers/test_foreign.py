@@ -249,7 +249,7 @@ def capacity(x: torch.Tensor) -> torch.Tensor:
 
 BRANCHES = {
     "centred": lambda x: x - x.mean(0),
-    "normalised": lambda x: F.batch_norm(x, None, None, training=True),
+    "normalized": lambda x: F.batch_norm(x, None, None, training=True),
     "sorted": lambda x: x.sort(0).values,
     "rolled": lambda x: x.roll(1, 0),
     "weak": lambda x: x + 0.01 * x.mean(0),

@@ -29,7 +29,7 @@ CHANNEL = {
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-def randomised(layer: nn.Module) -> nn.Module:
+def randomized(layer: nn.Module) -> nn.Module:
     """Weights of one and biases of zero would hide a rule that forgets them."""
     for p in layer.parameters():
         nn.init.normal_(p)
@@ -41,7 +41,7 @@ def randomised(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("shape", [(5, 4, 6), (5, 3, 4, 6)])
 @pytest.mark.parametrize("layer", LAST)
 def test_last_dimensions(layer: str, shape: tuple, dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), randomised(LAST[layer]()), nn.Tanh(), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(6, 6), randomized(LAST[layer]()), nn.Tanh(), nn.Linear(6, 3))
     check_exact(model, torch.randn(shape), dtype=dtype)
 
 
@@ -50,7 +50,7 @@ def test_last_dimensions(layer: str, shape: tuple, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layer", ["layer", "layer-no-bias", "rms"])
 def test_alone_over_rows(layer: str, loss_reduction: str, dtype: torch.dtype) -> None:
     """[b, d]: no position between the sample and its features; the input needs no gradient."""
-    model = randomised(LAST[layer]())
+    model = randomized(LAST[layer]())
     check_exact(model, torch.randn(5, 6), dtype=dtype, loss_reduction=loss_reduction)
 
 
@@ -60,7 +60,7 @@ def test_alone_over_rows(layer: str, loss_reduction: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("layer", CHANNEL)
 def test_channels(layer: str, ndim: int, dtype: torch.dtype) -> None:
     model = nn.Sequential(
-        CONV[ndim](3, 6, 1), randomised(CHANNEL[layer](ndim)), nn.Tanh(), CONV[ndim](6, 2, 1)
+        CONV[ndim](3, 6, 1), randomized(CHANNEL[layer](ndim)), nn.Tanh(), CONV[ndim](6, 2, 1)
     )
     check_exact(model, torch.randn(4, 3, *(5, 4, 3)[:ndim]), dtype=dtype)
 
@@ -68,20 +68,20 @@ def test_channels(layer: str, ndim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", ["group", "instance"])
 def test_alone_over_channels(layer: str, dtype: torch.dtype) -> None:
-    check_exact(randomised(CHANNEL[layer](2)), torch.randn(4, 6, 5, 5), dtype=dtype)
+    check_exact(randomized(CHANNEL[layer](2)), torch.randn(4, 6, 5, 5), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_group_norm_over_rows(dtype: torch.dtype) -> None:
     """[b, c] without a map."""
-    model = nn.Sequential(nn.Linear(4, 6), randomised(nn.GroupNorm(2, 6)), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(4, 6), randomized(nn.GroupNorm(2, 6)), nn.Linear(6, 2))
     check_exact(model, torch.randn(5, 4), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", ["group", "instance"])
 def test_channels_last(layer: str, dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), randomised(CHANNEL[layer](2)), nn.Conv2d(6, 2, 3))
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), randomized(CHANNEL[layer](2)), nn.Conv2d(6, 2, 3))
     model = model.to(memory_format=torch.channels_last)
     x = torch.randn(4, 3, 9, 9).to(memory_format=torch.channels_last)
     check_exact(model, x, dtype=dtype)
@@ -89,7 +89,7 @@ def test_channels_last(layer: str, dtype: torch.dtype) -> None:
 
 
 class Transposed(nn.Module):
-    """Normalises over d of [b, d, t], through a view."""
+    """Normalizes over d of [b, d, t], through a view."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -102,5 +102,5 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", ["layer", "rms"])
 def test_transposed(layer: str, dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Conv1d(3, 6, 1), Transposed(randomised(LAST[layer]())))
+    model = nn.Sequential(nn.Conv1d(3, 6, 1), Transposed(randomized(LAST[layer]())))
     check_exact(model, torch.randn(4, 3, 7), dtype=dtype)

@@ -3,7 +3,7 @@
 The reference runs in float64 on weights and inputs already rounded to the half type, so what is
 left is the rounding of activations and output gradients inside the network. Each of the handful of
 roundings on a path contributes up to u (2^-8 for bfloat16, 2^-11 for float16) relative, partly
-cancelling: 2e-2 is 5 u and 4e-3 is 8 u.
+canceling: 2e-2 is 5 u and 4e-3 is 8 u.
 """
 
 from __future__ import annotations

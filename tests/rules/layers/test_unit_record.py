@@ -156,8 +156,8 @@ def _check(record: Record, units: UnitRows, expected: Tensor, tol: float) -> Non
     assert relative_error(found, norms) <= 3 * tol  # raised by what rounding may hide
     assert (found >= norms * (1 - 1e-6 if tol > 1e-8 else 1 - 1e-12)).all()
     assert relative_error(joined.per_sample(), expected) <= tol
-    slack = joined.slack()
-    assert slack is None or (slack.shape == norms.shape and (slack <= tol * norms.max()).all())
+    margin = joined.margin()
+    assert margin is None or (margin.shape == norms.shape and (margin <= tol * norms.max()).all())
     scale = torch.rand(units.count, dtype=expected.dtype).to(found.dtype)
     total = torch.einsum("u,u...->...", scale, expected)
     assert relative_error(joined.clipped_sum(scale), total) <= tol
@@ -229,8 +229,8 @@ def test_nothing_of_a_table_is_made(layout: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_rounding_hides_of_rows_is_hidden_of_units(layout: str) -> None:
-    units, slack = LAYOUTS[layout](B), torch.rand(B, dtype=F64)
-    record = KeptRecord(torch.randn(B, P, D, dtype=F64), slack)
+    units, margin = LAYOUTS[layout](B), torch.rand(B, dtype=F64)
+    record = KeptRecord(torch.randn(B, P, D, dtype=F64), margin)
     joined = record.of_units(units)
-    expected = added(record.per_sample(), units).flatten(1).norm(dim=1) + added(slack, units)
+    expected = added(record.per_sample(), units).flatten(1).norm(dim=1) + added(margin, units)
     assert relative_error(joined.norm_sq().sqrt(), expected) <= 1e-12

@@ -42,7 +42,7 @@ def test_kept_over_two_steps(then: Callable) -> None:
     step(private, optimizer, x)
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 3))
 
 
@@ -51,14 +51,14 @@ def test_cached_parametrizations_of_one_pass() -> None:
         with parametrize.cached():
             return row_loss(m(x))
 
-    check_exact_as_it_is(normalised(), torch.randn(4, 6), losses)
+    check_exact_as_it_is(normalized(), torch.randn(4, 6), losses)
 
 
 def test_cached_within_a_forward_pass() -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = normalised()[0]
+            self.body = normalized()[0]
 
         def forward(self, x: Tensor) -> Tensor:
             with parametrize.cached():
@@ -72,7 +72,7 @@ def test_cached_within_a_forward_pass() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_cached_parametrizations_of_two_passes(first: bool) -> None:
     """Also where the model is looked at inside."""
-    _, private, optimizer, _ = make_private(normalised())
+    _, private, optimizer, _ = make_private(normalized())
     x = torch.randn(4, 6)
     if not first:
         step(private, optimizer, x)

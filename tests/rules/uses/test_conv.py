@@ -30,7 +30,7 @@ CASES = {
     "conv2d, same": (lambda p, x: F.conv2d(image(x), p[0], padding="same"), (2, 4, 3, 2)),
     "conv2d, valid": (lambda p, x: F.conv2d(image(x), p[0], padding="valid"), (2, 4, 2, 2)),
     "conv3d": (lambda p, x: F.conv3d(image(x)[:, None], p[0], p[1]), (2, 1, 2, 2, 2), (2,)),
-    "standardised": (
+    "standardized": (
         lambda p, x: F.conv2d(image(x), p[0] - p[0].mean((1, 2, 3), True)), (3, 4, 2, 2)
     ),
     "part of a kernel": (lambda p, x: F.conv2d(image(x), p[0][:, :, :2, :2]), (3, 4, 3, 3)),

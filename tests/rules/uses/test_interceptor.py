@@ -74,7 +74,7 @@ def added_up(m: Model, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [builtins, added_up])
-def test_built_in_functions_that_an_interpreter_specialises(use: Callable) -> None:
+def test_built_in_functions_that_an_interpreter_specializes(use: Callable) -> None:
     """In Python 3.11 another instruction runs them, once the line has run some times."""
     check_exact_as_it_is(Model(use), batch())
 
@@ -132,7 +132,7 @@ def test_a_value_changed_after_a_use_whose_gradient_does_not_ask() -> None:
 DERIVED: dict[str, Callable[[Model], Tensor]] = {
     "square": lambda m: m.v**2,
     "product": lambda m: m.v * m.w,
-    "normalised": lambda m: nn.functional.normalize(m.v),
+    "normalized": lambda m: nn.functional.normalize(m.v),
     "softplus": lambda m: nn.functional.softplus(m.v),
     "low rank": lambda m: m.v[:, :2] @ m.v[:2],
     "sine": lambda m: m.v.sin(),

@@ -1,4 +1,4 @@
-"""Normalisations with parameters of their own, and prelu, against one sample at a time."""
+"""Normalizations with parameters of their own, and prelu, against one sample at a time."""
 
 from __future__ import annotations
 

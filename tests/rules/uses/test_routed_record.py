@@ -127,8 +127,8 @@ def test_norms_of_gradients_that_cancel(wide: int) -> None:
         assert norm >= exact
         assert norm >= found.per_sample().double().norm()
         assert norm >= found.clipped_sum(torch.ones(1)).double().norm()
-        assert found.slack() is not None
-        assert (found.slack() >= 0.5 * ops.product_slack(a[None], g[None])).all()
+        assert found.margin() is not None
+        assert (found.margin() >= 0.5 * ops.product_margin(a[None], g[None])).all()
 
 
 def stack(dtype: torch.dtype) -> tuple[GroupedRecord, torch.Tensor]:
@@ -154,7 +154,7 @@ def test_a_stack_of_matrices(dtype: torch.dtype) -> None:
     assert (norms.double() >= exact * (1 - 2.0**-21)).all()
     torch.testing.assert_close(norms.double(), exact, rtol=1e-5, atol=0)
     torch.testing.assert_close(found.per_sample().double(), each, rtol=1e-5, atol=1e-6)
-    assert (found.slack() >= 0).all()
+    assert (found.margin() >= 0).all()
     scale = torch.tensor([0.5, 0.0, 2.0], dtype=dtype)
     expected = torch.einsum("b,bedp->edp", scale.double(), each)
     torch.testing.assert_close(found.clipped_sum(scale).double(), expected, rtol=1e-5, atol=1e-6)

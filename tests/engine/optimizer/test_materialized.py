@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.engine.opacus_modes.optimizers import (
-    MaterialisedAdaptiveOptimizer,
-    MaterialisedDPOptimizer,
+    MaterializedAdaptiveOptimizer,
+    MaterializedDPOptimizer,
 )
 from fastclip.errors import ArgumentError, StepError
 from tests.opacus_runs import draw_alike
@@ -240,7 +240,7 @@ def test_a_scheduler_cannot_turn_the_noise_off() -> None:
 def test_noise_and_counts_of_adaptive_clipping(mode: str) -> None:
     """Over 400 steps: sigma of the gradients by Theorem 1 of Andrew et al., and the count's own."""
     _, model, optimizer, _ = start(FastPrivacyEngine, "adaptive", mode)
-    assert isinstance(optimizer, MaterialisedAdaptiveOptimizer)
+    assert isinstance(optimizer, MaterializedAdaptiveOptimizer)
     counts, noise = [], []
     raw: list[float] = []
     watched = optimizer._see
@@ -286,7 +286,7 @@ def test_noise_of_layers_follows_the_thresholds_in_use() -> None:
 def test_contributions_stay_within_the_threshold_where_opacus_exceeds_it() -> None:
     """bfloat16 parameters: one sample at a time, in float64."""
     _, model, optimizer, _ = start(FastPrivacyEngine, noise_multiplier=0.0)
-    assert type(optimizer) is MaterialisedDPOptimizer
+    assert type(optimizer) is MaterializedDPOptimizer
     for p in model.parameters():
         p.grad_sample = (torch.randn(1, *p.shape) * 50).bfloat16()
     optimizer.clip_and_accumulate()
