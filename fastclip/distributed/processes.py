@@ -6,6 +6,8 @@ their own copy of the weights: the copies drift apart, and each is accounted for
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
@@ -16,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastclip.core.torch_names import running_ddp
-from fastclip.distributed.ranks import Ranks
-from fastclip.errors import ArgumentError, GraphError, UnsupportedLayerError
+from fastclip.distributed.ranks import Ranks, whole
+from fastclip.errors import ArgumentError, FastclipError, GraphError, UnsupportedLayerError
 
 _WAY_OUT = (
     "wrap the whole model in torch.nn.parallel.DistributedDataParallel, or call fully_shard on it, "
@@ -93,6 +95,31 @@ def refuse(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: A
     """As an ExitStack calls it: after an error this process cannot train, and nobody waits for it."""
     if ranks is not None and isinstance(error, Exception):
         ranks.refuse(error)
+
+
+@contextmanager
+def told_to_ranks(model: Any) -> Iterator[None]:
+    """An error inside, before this process has asked for its ranks, ends make_private on all of them.
+
+    They wait for each other when their arguments are compared: one that had left without a word would
+    be waited for, or met in the middle of something else.
+    """
+    try:
+        yield
+    except Exception as error:
+        ranks = None
+        if (
+            isinstance(model, nn.Module)
+            and distributed.is_available()
+            and distributed.is_initialized()
+        ):
+            with suppress(FastclipError):
+                ranks = ranks_of(model)
+        if ranks is not None:
+            with whole(ranks):  # as ranks that go on
+                pass
+            ranks.refuse(error)
+        raise
 
 
 def check_set_up(model: nn.Module) -> None:
