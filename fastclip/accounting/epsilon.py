@@ -31,8 +31,7 @@ from fastclip.errors import ArgumentError, FastclipError, StepError
 # Gaussian mechanism of a composed multiplier, which is what the accountant sees.
 #
 # Source: Lemma 3.1 and Theorem 3.2 of Zhao et al. 2025 (bounded adaptive clipping). Every
-# multiplier
-# is in units of its own query's L2 sensitivity; 0 stands for no noise.
+# multiplier is in units of its own query's L2 sensitivity; 0 stands for no noise.
 
 
 class NoiseLevels(NamedTuple):

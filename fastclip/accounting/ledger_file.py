@@ -33,12 +33,9 @@ from fastclip.errors import ArgumentError, StepError
 # The lines of a ledger's file: each is sealed with all that came before it.
 #
 # The first line says the format and a random name, under which no other file is chained. Each of
-# the
-# others is a digest, a space and JSON; the digest (SHA-256) is of the digest of the line before it
-# and of
-# this JSON. A line that was changed, lost, doubled or moved so breaks the chain. Lines that are
-# lost from
-# the end, whole, do not: the file alone cannot tell that there were more.
+# the others is a digest, a space and JSON; the digest (SHA-256) is of the digest of the line before
+# it and of this JSON. A line that was changed, lost, doubled or moved so breaks the chain. Lines
+# that are lost from the end, whole, do not: the file alone cannot tell that there were more.
 
 
 _FORMAT = b"fastclip ledger 2 "

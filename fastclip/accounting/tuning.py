@@ -19,10 +19,8 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 # -------------------------------------------------------------------------------------------------
 # Distributions of the number of trials of a private hyperparameter search, and what each costs.
 #
-# A search draws K once, secretly; makes K runs, each with hyperparameters drawn afresh from a
-# fixed
-# distribution; and releases the best run only. What that costs is in Theorems 2 and 6 of Papernot
-# &
+# A search draws K once, secretly; makes K runs, each with hyperparameters drawn afresh from a fixed
+# distribution; and releases the best run only. What that costs is in Theorems 2 and 6 of Papernot &
 # Steinke 2022 (arXiv 2110.03620); `hpo.hpo_epsilon` says what they assume.
 
 

@@ -349,12 +349,10 @@ def _errors(
 # -------------------------------------------------------------------------------------------------
 # From what an attacker achieves to epsilon, within the family of mechanisms that is claimed.
 #
-# A run that claims a history of subsampled Gaussian steps lets no attacker find more than the
-# share
+# A run that claims a history of subsampled Gaussian steps lets no attacker find more than the share
 # (1 + delta(0)) / 2 of canaries that are in or out by fair coins, delta(0) being the total
-# variation of
-# its two worst neighbors. An attacker who finds more refutes the claim, and every claim of more
-# noise.
+# variation of its two worst neighbors. An attacker who finds more refutes the claim, and every
+# claim of more noise.
 
 
 Step = tuple[float, Rate, int]

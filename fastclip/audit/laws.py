@@ -166,8 +166,7 @@ def _of_size(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Draws of rows as they came, against Poisson sampling: each row at rate q, independent of all
-# else.
+# Draws of rows as they came, against Poisson sampling: each row at rate q, independent of all else.
 
 
 _COINCIDENCES = 2500

@@ -178,13 +178,12 @@ def collate(rows: Any) -> tuple[Tensor]:
 # A canary a coordinate, through the real engine, sampler and noise.
 #
 # Canary (i, j) is a row whose gradient has one entry in each of two parameters, U[j, i] and V[j,
-# i], and
-# is as good as none elsewhere: what the engine adds there, beside noise, is this row's clipped
-# contribution or nothing. Most are far above the threshold, every eleventh has a norm of its own
-# (`Canaries`). Each is in the data set by a fair coin. What the engine releases in each step is
-# scored
-# by the likelihood ratio of the claimed mechanism. The audit knows, too, who was drawn: what is
-# released beside exactly clipped sums of these rows, and exact counts, must be noise alone.
+# i], and is as good as none elsewhere: what the engine adds there, beside noise, is this row's
+# clipped contribution or nothing. Most are far above the threshold, every eleventh has a norm of
+# its own (`Canaries`). Each is in the data set by a fair coin. What the engine releases in each
+# step is scored by the likelihood ratio of the claimed mechanism. The audit knows, too, who was
+# drawn: what is released beside exactly clipped sums of these rows, and exact counts, must be noise
+# alone.
 
 
 @dataclass(frozen=True)
@@ -585,8 +584,7 @@ def looks(found: Attacked, again: Sequence[Attacked]) -> dict[str, float]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Opacus' own engine under the same attack: one that claims no more, and is run as its users run
-# it.
+# Opacus' own engine under the same attack: one that claims no more, and is run as its users run it.
 
 
 SETTINGS = (

@@ -33,8 +33,7 @@ from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
 
 # -------------------------------------------------------------------------------------------------
-# Ways to break one function of fastclip or Opacus while a context is open; mutants.py has the
-# list.
+# Ways to break one function of fastclip or Opacus while a context is open; mutants.py has the list.
 
 
 Change = Callable[..., Any]

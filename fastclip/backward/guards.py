@@ -32,8 +32,7 @@ from fastclip.trace.findings import Report
 # What `p.grad_sample` of a private parameter is after a pass: an error for whoever reads it.
 #
 # Programs around Opacus read per-sample gradients between backward and step. None are kept here,
-# and
-# `None` in their place would say so only by an error about `None`.
+# and `None` in their place would say so only by an error about `None`.
 
 
 _SAYS = (

@@ -22,9 +22,8 @@ from fastclip.ops.units import UnitRows
 # What the sums of a logical batch are, and what may be done with them next: one table.
 #
 # No gradient is released twice, none is dropped unseen, and nothing of half-written sums goes out.
-# Each
-# call of the training loop is an event, which leads from the state of the sums to another, or is
-# refused.
+# Each call of the training loop is an event, which leads from the state of the sums to another, or
+# is refused.
 
 
 class State(Enum):

@@ -44,10 +44,9 @@ from fastclip.samples.inputs import tensors_of
 # The graph of the loss whose backward pass is running, read from its top.
 #
 # A hook inside a backward pass sees gradients, and no edge of the graph leads upwards to the loss.
-# But
-# torch.autograd.backward waits for the pass to end, and what it was called with is noted. Nothing
-# here
-# looks at a value, so no device is waited for. Where the call cannot be told, nothing is known.
+# But torch.autograd.backward waits for the pass to end, and what it was called with is noted.
+# Nothing here looks at a value, so no device is waited for. Where the call cannot be told, nothing
+# is known.
 
 
 class Roots(NamedTuple):
@@ -91,10 +90,8 @@ def is_output(loss: Tensor, outputs: Collection[int]) -> bool:
 # What the traced steps have found of a loss, watched in every later step.
 #
 # A mean over classes divides by the labels that count. The traced steps may have had none that is
-# ignored,
-# but constants of the model, as many for each sample (a sequence shifted by one position); from
-# the
-# first batch that has more, the mean joins samples.
+# ignored, but constants of the model, as many for each sample (a sequence shifted by one position);
+# from the first batch that has more, the mean joins samples.
 
 
 _MEAN = 1
@@ -158,15 +155,12 @@ class LossGuard:
 # The scale of a loss, and how the backward pass that it starts gets to know it.
 #
 # A scaled loss multiplies the gradient by its scale where the backward pass enters it, before it
-# reaches the model, and notes the scale under the id of the running pass. The gradient state asks for
-# it
-# there: nothing has to be told twice, and a pass of an unscaled loss has scale 1. Notes are kept
-# by pass,
-# not by thread: the passes of CUDA devices run on threads of their own.
+# reaches the model, and notes the scale under the id of the running pass. The gradient state asks
+# for it there: nothing has to be told twice, and a pass of an unscaled loss has scale 1. Notes are
+# kept by pass, not by thread: the passes of CUDA devices run on threads of their own.
 #
 # One pass has one scale. A note that comes after the gradient state has asked, a part of the loss
-# that
-# reaches the model past the scaled ones, and a loss that is scaled within a scaled one are
+# that reaches the model past the scaled ones, and a loss that is scaled within a scaled one are
 # refused.
 
 
@@ -248,11 +242,9 @@ def _forget(task: int) -> None:
 # What is trained beside the private model: its gradient comes of the same rows, and nobody clips
 # it.
 #
-# A criterion with weights of its own (centres of classes, a temperature), or a part in front of
-# the
+# A criterion with weights of its own (centres of classes, a temperature), or a part in front of the
 # private model, is trained by another optimizer on gradients that are neither clipped nor noised.
-# They
-# are no parameters of the model, so no hook of ours is on them; the graph of the loss tells.
+# They are no parameters of the model, so no hook of ours is on them; the graph of the loss tells.
 
 
 OUTSIDE = (

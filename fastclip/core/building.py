@@ -49,8 +49,7 @@ def cache_folder() -> Path:
 # Where a module that was compiled for this torch is kept, which nobody else may write to.
 #
 # A library that is loaded runs as the user. So it is loaded only where its folder and its file are
-# the
-# user's or root's, and nobody else may write to them.
+# the user's or root's, and nobody else may write to them.
 
 
 class Place(NamedTuple):

@@ -168,21 +168,16 @@ def looked_at(scales: Tensor) -> Iterator[None]:
 # Full float32 for norms and clipped sums, whatever precision the user allows float32 products.
 #
 # PyTorch may round the operands of a float32 product to tf32 (10 bits) or bfloat16 (7 bits): cuDNN
-# does
-# by default, cuBLAS and oneDNN where a flag allows it. That is the user's choice for forward and
-# backward passes. But a norm and a clipped sum that round by 2^-11 bound nothing: the scales leave
-# 2^-18
-# for rounding. So the flags are raised while such a product is launched and put back at once; they
-# are
-# read when an operation is launched, not when it runs.
+# does by default, cuBLAS and oneDNN where a flag allows it. That is the user's choice for forward
+# and backward passes. But a norm and a clipped sum that round by 2^-11 bound nothing: the scales
+# leave 2^-18 for rounding. So the flags are raised while such a product is launched and put back at
+# once; they are read when an operation is launched, not when it runs.
 #
 # Flags are the process's. Passes of several devices run on threads of their own: whoever comes in
-# raises
-# what is not raised, the last to leave puts all of it back, and what somebody has set meanwhile
-# stays.
-# Python may raise KeyboardInterrupt on the way out of a block, before anything of ours runs:
-# whoever was
-# inside is told by an object that ends with its block, so that nobody stays inside for ever.
+# raises what is not raised, the last to leave puts all of it back, and what somebody has set
+# meanwhile stays. Python may raise KeyboardInterrupt on the way out of a block, before anything of
+# ours runs: whoever was inside is told by an object that ends with its block, so that nobody stays
+# inside for ever.
 #
 # 16-bit flags (`allow_bf16_reduced_precision_reduction` and its like) change nothing: operands are
 # widened to float32 before they are multiplied, or multiplied by kernels that read no flag.

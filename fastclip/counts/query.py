@@ -220,10 +220,8 @@ def _multiplier(data: TrainingSet | PrivateData | PublicData, value: object) -> 
 # Exact counts of bounded contributions, in integers: no rounding moves one unit's share.
 #
 # A count is a multiple of 2^-20. So is the noise once it is rounded, and a noisy count: rounding
-# the noise
-# to the grid and rounding the noisy sum to the grid are then the same, so that the low bits of an
-# answer
-# tell nothing of the count (Mironov 2012).
+# the noise to the grid and rounding the noisy sum to the grid are then the same, so that the low
+# bits of an answer tell nothing of the count (Mironov 2012).
 
 
 GRID = 2**20

@@ -297,8 +297,8 @@ def _of_the_trace(error: BaseException) -> bool:
 # Batches of draws without rows: what the collate function makes, with none in it.
 #
 # Opacus' collator does so for tensors in dicts, lists and tuples, and fails on the rest when the
-# first
-# empty draw comes, which may be hours later. This one knows from the beginning what it can make.
+# first empty draw comes, which may be hours later. This one knows from the beginning what it can
+# make.
 
 
 _CANNOT = (
@@ -476,8 +476,7 @@ def _rebuilt(whole: Any, longer: Any, of_part: Callable[[Any, Any], Any]) -> Any
 
 # -------------------------------------------------------------------------------------------------
 # Collate functions, tried before rows are drawn: whether they keep the order of rows, which tells
-# whose
-# each of them is, and what an empty batch looks like.
+# whose each of them is, and what an empty batch looks like.
 
 
 _MOST = 16

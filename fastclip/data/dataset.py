@@ -27,12 +27,10 @@ from fastclip.errors import ArgumentError, StepError
 # -------------------------------------------------------------------------------------------------
 # Samples that a sampler of the user's own draws: each at most once in a pass over the data.
 #
-# Epsilon is stated for samples that are in a batch with probability q = 1 / len(data_loader),
-# once. A
-# sample that is drawn twice in a batch contributes twice; one that is drawn twice in a pass has
-# the rate
-# 2q. Which sample it is says the key that the data set is asked for, so keys must compare by
-# value.
+# Epsilon is stated for samples that are in a batch with probability q = 1 / len(data_loader), once.
+# A sample that is drawn twice in a batch contributes twice; one that is drawn twice in a pass has
+# the rate 2q. Which sample it is says the key that the data set is asked for, so keys must compare
+# by value.
 
 
 def value_of(key: Any) -> Any:

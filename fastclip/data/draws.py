@@ -112,12 +112,9 @@ class Pace:
 # Backward passes over batches of which no data loader has told: which rows they hold is not known.
 #
 # The fast mode refuses them under Poisson sampling. Opacus' modes take them, as Opacus does
-# (batches of
-# the loader that was given to make_private, made by hand, kept), and without Poisson sampling
-# every mode
-# does, for as long as the returned loader was never iterated over; what they release is accounted
-# for
-# what it is.
+# (batches of the loader that was given to make_private, made by hand, kept), and without Poisson
+# sampling every mode does, for as long as the returned loader was never iterated over; what they
+# release is accounted for what it is.
 
 
 class UnknownPasses:
@@ -166,8 +163,7 @@ class UnknownPasses:
 # Whose the rows of a backward pass are: exactly those that were drawn, in their order, or refused.
 #
 # Of single rows only the number matters. A unit's rows are clipped as one, so a pass must hold all
-# rows of
-# a physical batch and no others: of fewer it is not known which were left out.
+# rows of a physical batch and no others: of fewer it is not known which were left out.
 
 
 class PassedOver:

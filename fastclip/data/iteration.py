@@ -372,10 +372,8 @@ def place_of(who: Any) -> int:
 # Ranks that go through one model together: each draw is cut into as many physical batches on all.
 #
 # Where parameters are spread over ranks, every forward and backward pass gathers them from all. A
-# rank
-# that has drawn fewer rows than another one, and cuts them into fewer parts (BatchMemoryManager),
-# goes on
-# with parts without rows, which contribute nothing.
+# rank that has drawn fewer rows than another one, and cuts them into fewer parts
+# (BatchMemoryManager), goes on with parts without rows, which contribute nothing.
 
 
 class Filling:

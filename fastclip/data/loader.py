@@ -265,12 +265,10 @@ def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
 # -------------------------------------------------------------------------------------------------
 # Which rows are drawn: Poisson sampling and shuffling whose outcome nobody can foresee.
 #
-# Amplification by sampling holds as long as the adversary cannot tell who was drawn. In secure
-# mode the
-# samplers of a data loader therefore draw from the operating system's randomness instead of a
+# Amplification by sampling holds as long as the adversary cannot tell who was drawn. In secure mode
+# the samplers of a data loader therefore draw from the operating system's randomness instead of a
 # generator, and Poisson sampling compares 64-bit words, so that no row is drawn more often than
-# with
-# the rate that is accounted (a float32 uniform has steps of 2^-24, 6% of a rate of 10^-6).
+# with the rate that is accounted (a float32 uniform has steps of 2^-24, 6% of a rate of 10^-6).
 
 
 CHUNK = 2**20

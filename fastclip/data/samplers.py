@@ -309,12 +309,11 @@ def order_of(loader: DataLoader) -> tuple[int, bool]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Samples that a loader may draw apart, by their numbers, and that are one record or share a part
-# of it.
+# Samples that a loader may draw apart, by their numbers, and that are one record or share a part of
+# it.
 #
-# Such a record contributes more often than epsilon states: a Subset with a sample ten times, a
-# data set
-# joined with itself, one tensor expanded to many samples, overlapping windows of a series.
+# Such a record contributes more often than epsilon states: a Subset with a sample ten times, a data
+# set joined with itself, one tensor expanded to many samples, overlapping windows of a series.
 
 
 _HOW = {

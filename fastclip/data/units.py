@@ -156,9 +156,8 @@ def _names(table: Any) -> list[Any]:
 # Rows that belong to one unit of privacy (a patient), in a draw and in the batch that is in hand.
 #
 # A draw of units is their rows, unit by unit, so how many rows each unit has says whose a row is.
-# Batches
-# are cut between units alone: a unit's gradient is clipped as one, so its rows must come in one
-# pass.
+# Batches are cut between units alone: a unit's gradient is clipped as one, so its rows must come in
+# one pass.
 
 
 def of_sizes(sizes: Sequence[int], reduction: str) -> UnitRows:

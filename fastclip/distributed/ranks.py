@@ -284,12 +284,10 @@ def whole(ranks: Ranks | None, wanted: bool = True) -> AbstractContextManager[No
 # From the clipped sums of all ranks to the gradient that each of them sees.
 #
 # Each rank adds noise to a part of its own sums, and then all are summed, once. The sum of a
-# parameter's
-# entry so holds the noise of exactly one rank, each rank draws for its part alone, and one
-# exchange
-# serves both. Summing in parts first (reduce-scatter, noise, all-gather) moves as many bytes on a
-# ring
-# of NCCL, and with gloo it took 104 ms where this took 30 (44 MB, 2 ranks of one machine).
+# parameter's entry so holds the noise of exactly one rank, each rank draws for its part alone, and
+# one exchange serves both. Summing in parts first (reduce-scatter, noise, all-gather) moves as many
+# bytes on a ring of NCCL, and with gloo it took 104 ms where this took 30 (44 MB, 2 ranks of one
+# machine).
 
 
 _BUCKET = 25 * 2**20

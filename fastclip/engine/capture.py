@@ -169,8 +169,7 @@ def _is_of_a_library(value: Any) -> bool:
 # What a capture freezes: everything in Python that the device's work of a pass follows from.
 #
 # A replay asks first whether any of it has changed. What moves from step to step (thresholds,
-# counts,
-# groups, noise, the draw) is not here: it stays outside of the graph.
+# counts, groups, noise, the draw) is not here: it stays outside of the graph.
 
 
 _PLAIN = (bool, int, float, str, type(None))

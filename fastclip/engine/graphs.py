@@ -220,8 +220,7 @@ def recorder_of(device: torch.device) -> Callable[[torch.device], Recorder] | No
 # Work that is traced once, as graphs of aten operators, and compiled whole.
 #
 # A graph reads parameters, buffers and all else that it has not made where they lie, in every run.
-# It is
-# compiled when it first runs: until then later graphs may ask for what it makes on the way.
+# It is compiled when it first runs: until then later graphs may ask for what it makes on the way.
 
 
 Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]

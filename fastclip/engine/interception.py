@@ -362,10 +362,9 @@ def _unsupported(handle: LayerHook, module: nn.Module, error: TypeError) -> Unsu
 # Calls by which a training loop reaches private layers past the model's own forward.
 #
 # Whatever computes with private layers is run on a few rows before it trains
-# (fastclip.samples.learning): the model's forward when it begins; another method of the model, or
-# a part
-# of it that is called by itself, when it first reaches a private layer, for most methods compute
-# nothing.
+# (fastclip.samples.learning): the model's forward when it begins; another method of the model, or a
+# part of it that is called by itself, when it first reaches a private layer, for most methods
+# compute nothing.
 
 
 _PART = "_fastclip_part"

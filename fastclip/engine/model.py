@@ -52,10 +52,9 @@ from fastclip.rules.protocol import MARKS
 # What the weights of a model have been trained with: whoever trains it next counts it, too.
 #
 # `cleanup()` ends one engine's hold on a model, and takes none of its steps out of the weights.
-# What they
-# have spent is kept in memory for the modules whose own parameters were trained, weakly, so that
-# it goes
-# with them into another model. A copy that is made of them afterwards has none of it.
+# What they have spent is kept in memory for the modules whose own parameters were trained, weakly,
+# so that it goes with them into another model. A copy that is made of them afterwards has none of
+# it.
 
 
 class Trained(NamedTuple):
@@ -120,8 +119,7 @@ def found_in(model: nn.Module) -> list[Trained]:
 # One engine for each parameter: which are alive, and what they hold.
 #
 # Two engines that clip the same parameter would each release its share of every sample: 2 C for
-# noise of
-# C. All is held weakly: an engine whose model was collected, or cleaned up, owns nothing.
+# noise of C. All is held weakly: an engine whose model was collected, or cleaned up, owns nothing.
 
 
 _FAST: WeakKeyDictionary[nn.Module, ref[GradientState]] = WeakKeyDictionary()

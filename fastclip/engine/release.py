@@ -156,8 +156,7 @@ def _settings(held: ref[Any]) -> float:
 # What may reach the step of the inner optimizer: released gradients, nothing else.
 #
 # In Opacus' modes autograd writes `p.grad` beside the per-sample gradients, unclipped and without
-# noise.
-# In the fast mode there is no `p.grad` before the release, and sums would wait for ever.
+# noise. In the fast mode there is no `p.grad` before the release, and sums would wait for ever.
 
 
 class Gate:

@@ -244,9 +244,8 @@ def check_schedule(schedule: NoiseSchedule, mechanism: str) -> None:
 # A copy of a model in which layers that have no private form are replaced by ones that have.
 #
 # Opacus clones by pickling, which needs classes that can be imported by name: a class of a
-# notebook's
-# cell or of a function's body cannot. Here the model is deep-copied; what replaces what is
-# Opacus'.
+# notebook's cell or of a function's body cannot. Here the model is deep-copied; what replaces what
+# is Opacus'.
 
 
 _TRAIN_AS_THEY_ARE = (nn.RNNBase, nn.MultiheadAttention)
@@ -358,11 +357,9 @@ def _keep_ties(new: dict[nn.Module, nn.Module], paths: dict[nn.Module, str]) -> 
 # -------------------------------------------------------------------------------------------------
 # PEFT's LoHa in torch's own functions.
 #
-# LoHa computes a weight from its factors in an autograd function, which hides from the engine
-# whose
+# LoHa computes a weight from its factors in an autograd function, which hides from the engine whose
 # gradient comes to which factor. PEFT's method runs as it is, but for that function: the same
-# product,
-# written out.
+# product, written out.
 
 
 _METHOD = "get_delta_weight"

@@ -241,10 +241,8 @@ def _placeholder(optimizer: Any) -> bool:
 # Measures of one evaluation, by group: fairlearn's MetricFrame over rows' losses and predictions.
 #
 # Rows of one group, label and prediction are counted first and measured as one with that weight:
-# the
-# measures see nothing else of a row but its loss, whose sum is kept, and MetricFrame takes
-# milliseconds a
-# thousand rows.
+# the measures see nothing else of a row but its loss, whose sum is kept, and MetricFrame takes
+# milliseconds a thousand rows.
 
 
 Metric = Callable[..., float]

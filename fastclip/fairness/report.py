@@ -247,8 +247,7 @@ def _cell(value: Any) -> str:
 # -------------------------------------------------------------------------------------------------
 # Pictures of reports: lines over steps or budgets, dots by group. Legible at a width of 100 mm.
 #
-# Colors are those of Okabe and Ito 2008, which people with any color vision tell apart; marks
-# and
+# Colors are those of Okabe and Ito 2008, which people with any color vision tell apart; marks and
 # dashes differ as well.
 
 

@@ -248,8 +248,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Several make_private calls in one configure_optimizers: each makes one part of the module
-# private.
+# Several make_private calls in one configure_optimizers: each makes one part of the module private.
 
 
 _PARTS = "_fastclip_parts"

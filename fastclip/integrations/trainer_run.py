@@ -263,11 +263,9 @@ def _models_prepared(accelerator: Any) -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------
 # A logical batch as the data loader hands it over: physical batches, collated one by one.
 #
-# Each physical batch is padded to its own longest row. That length depends on the other rows of
-# the
+# Each physical batch is padded to its own longest row. That length depends on the other rows of the
 # batch, but a row's loss must not: padded positions are left out of attention by the attention
-# mask,
-# and of the loss by their label -100.
+# mask, and of the loss by their label -100.
 
 
 _OF_ROWS = (

@@ -67,8 +67,7 @@ def threshold_step(
 #     n_b = ||(g_1b, ..., g_Lb)||    s_b = min(1, C / n_b)    S_l = sum_b s_b g_lb
 #
 # and per layer the same with n_lb, s_lb and C_l. The scales are Hard's of fastclip.clipping, which
-# the
-# engine's strategies build on; this module lies below them and has the formula itself.
+# the engine's strategies build on; this module lies below them and has the formula itself.
 #
 # Index letters: b sample, l parameter tensor.
 
@@ -287,8 +286,7 @@ def _without_zeroed(x: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor, T
 # -------------------------------------------------------------------------------------------------
 # From clipped sums to the gradient that the optimizer sees.
 #
-# A source of noise is a fastclip.ops.noise.NoiseSource; kernels look at its `secure`, `guarded`
-# and
+# A source of noise is a fastclip.ops.noise.NoiseSource; kernels look at its `secure`, `guarded` and
 # `generator`, the reference calls its `normal_`.
 
 

@@ -200,20 +200,15 @@ def conv_unit_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor
 # gradients.
 #
 # Where no pixel is in two patches, they are cut out. Elsewhere nothing is unfolded: what row i of
-# the
-# kernel sees at a position, kw pixels of c channels, lies side by side in a map whose channels are
-# last,
-# and one stride leads from position to position, also from the end of a row of the map to the
-# next, if
-# rows are padded to the same width in the map and in the gradient, with zeros there:
+# the kernel sees at a position, kw pixels of c channels, lies side by side in a map whose channels
+# are last, and one stride leads from position to position, also from the end of a row of the map to
+# the next, if rows are padded to the same width in the map and in the gradient, with zeros there:
 #
 #     a_i[t, (j, c)] = x[s_h h + d_h i - p_h, s_w w + j - p_w, c],   t = h W + w
 #
 # So W_b[:, :, i] = g_b^T a_i: a linear map for every row of the kernel, and, of a dilated kernel,
-# for
-# every tap. Index letters: b sample, t position, c input and o output channel, i and j row and
-# column of
-# the kernel.
+# for every tap. Index letters: b sample, t position, c input and o output channel, i and j row and
+# column of the kernel.
 
 
 _WIDE = 16

@@ -26,9 +26,8 @@ from fastclip import _C  # noqa: E402  (its absence has been said by now)
 # -------------------------------------------------------------------------------------------------
 # Launchers of the clipping kernels: clip_accumulate.cu and clip_scale.cu of csrc/cuda.
 #
-# Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same
-# source on
-# the host. Nothing here looks at a tensor's values.
+# Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same source
+# on the host. Nothing here looks at a tensor's values.
 #
 # Index letters: b sample, l parameter tensor, k group.
 
@@ -194,9 +193,8 @@ _CLIPPING: dict[str, Callable[..., Any]] = {
 # Launchers of the noise kernels, csrc/cuda/noise*: all parameters in one launch, any source of
 # bits.
 #
-# Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same
-# source on
-# the host, which is how CPU tensors are served where FASTCLIP_BACKEND=cuda asks for it.
+# Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same source
+# on the host, which is how CPU tensors are served where FASTCLIP_BACKEND=cuda asks for it.
 #
 # - Seeded noise is Philox 4x32-10. Its key and the high half of its counter, 126 random bits, are
 #   drawn from the torch.Generator on the device itself: nothing is waited for, the same state of

@@ -102,14 +102,11 @@ def _never_draws(thread: threading.Thread) -> bool:
 
 # -------------------------------------------------------------------------------------------------
 # Launchers of fastclip._host's products on a CPU: per-sample gradients with their norms, half
-# Grams,
-# and the backward passes of LayerNorm and GroupNorm.
+# Grams, and the backward passes of LayerNorm and GroupNorm.
 #
 # They compute a sample on one thread, in vectors of the best instructions that the processor has,
-# and
-# decline fewer samples than threads, other types than float32, what does not lie in memory, and
-# shapes
-# that do not belong together, which are the reference's to refuse.
+# and decline fewer samples than threads, other types than float32, what does not lie in memory, and
+# shapes that do not belong together, which are the reference's to refuse.
 
 
 LANES: int = next(iter(_host.product_lanes()), 0)
@@ -433,12 +430,10 @@ def _numel(sizes: Iterable[int]) -> int:
 # Secure normals in vectors and on all threads, and the sums on which they lie in the same pass.
 #
 # csrc/host/secure_normals.inc has ChaCha20 and Box-Muller in the best instructions of the
-# processor.
-# Neither is taken on faith: a process holds a sample, drawn under a key that everybody knows,
-# against
-# OpenSSL's cipher and NumPy's functions before it draws the first; where they differ, OpenSSL and
-# PyTorch
-# draw. (PyTorch's functions may ask for threads, for which a fork would wait for ever.)
+# processor. Neither is taken on faith: a process holds a sample, drawn under a key that everybody
+# knows, against OpenSSL's cipher and NumPy's functions before it draws the first; where they
+# differ, OpenSSL and PyTorch draw. (PyTorch's functions may ask for threads, for which a fork would
+# wait for ever.)
 
 
 SET: str = _host.secure_instructions()[0]
@@ -543,15 +538,12 @@ def expected(
 
 # -------------------------------------------------------------------------------------------------
 # Normals of a CPU generator in vectors and on all threads: to the bit what PyTorch draws of it on
-# one,
-# and the sums on which they lie in the same pass.
+# one, and the sums on which they lie in the same pass.
 #
 # PyTorch spends most of a normal on its call for a word, which for large models is a quarter of a
-# step.
-# csrc/host/mersenne.cpp makes the same words and the same normals of them. That they are the same
-# is not
-# relied on: PyTorch's last bits depend on how it was compiled, so a process holds a sample of both
-# against each other before it draws the first, and where they differ PyTorch draws.
+# step. csrc/host/mersenne.cpp makes the same words and the same normals of them. That they are the
+# same is not relied on: PyTorch's last bits depend on how it was compiled, so a process holds a
+# sample of both against each other before it draws the first, and where they differ PyTorch draws.
 
 
 LEAST = 2**15

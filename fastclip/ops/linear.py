@@ -259,8 +259,7 @@ def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[T
 # rows.
 #
 # Index letters: n row, b sample, d input feature, p output feature. A row of owner -1 belongs to
-# nobody.
-# How many rows a sample has is looked at on a CPU only: a GPU would have to be waited for.
+# nobody. How many rows a sample has is looked at on a CPU only: a GPU would have to be waited for.
 
 
 _LEAST, _BLOCK = 16, 512

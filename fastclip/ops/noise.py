@@ -29,9 +29,8 @@ from fastclip.ops.random import KeyStream, OwnStream, claim, refuse_global_seed
 # Random bits to normal variables: Box and Muller (1958), safe at the edges, guarded if asked.
 #
 # A pair of normals is r cos(pi t), r sin(pi t) with r = sqrt(-2 log u), u in (0, 1] and t in [-1,
-# 1],
-# each made of a whole word, so that u is never 0 and the largest value is that of the smallest u.
-# csrc/cuda/normal.cuh makes the same normals of the same words, up to rounding; it says more of
+# 1], each made of a whole word, so that u is never 0 and the largest value is that of the smallest
+# u. csrc/cuda/normal.cuh makes the same normals of the same words, up to rounding; it says more of
 # edges.
 #
 # | word | smallest u | largest normal |
@@ -40,10 +39,8 @@ from fastclip.ops.random import KeyStream, OwnStream, claim, refuse_global_seed
 # | 64 bits, float64 | 2^-65 | 9.49 |
 #
 # The guard (Holohan and Braghin 2021, section 5.1, as Opacus has it) makes each value half the sum
-# of four
-# independent normals: one floating-point normal takes few of the numbers near it, and which ones
-# are
-# missing can tell the sum it was added to (Mironov 2012, Jin et al. 2022).
+# of four independent normals: one floating-point normal takes few of the numbers near it, and which
+# ones are missing can tell the sum it was added to (Mironov 2012, Jin et al. 2022).
 
 
 CHUNK = 65_536
@@ -335,8 +332,8 @@ __all__ = ["NoiseSource", "SecureNoise", "SeededNoise", "refuse_capture"]
 # Where generators stood when noise was drawn: noise that two releases share can be subtracted.
 #
 # A script that seeds torch before each of its runs, or sets a generator back in every epoch, draws
-# the
-# same noise again, and a ledger that counts both would compose them as if they were independent.
+# the same noise again, and a ledger that counts both would compose them as if they were
+# independent.
 
 
 _SEED = 8

@@ -98,10 +98,8 @@ def group_norm(
 #
 # Index letters: b sample, t position (pixel), c channel or feature, k group of channels. A kernel
 # gives all results from one read of x and g, as PyTorch's own backward of GroupNorm does for
-# float32 and
-# float64 statistics; else that is asked for the input's gradient only, beside the per-sample
-# reductions
-# of norm_affine.
+# float32 and float64 statistics; else that is asked for the input's gradient only, beside the
+# per-sample reductions of norm_affine.
 
 
 @operation

@@ -37,10 +37,8 @@ from fastclip.ops.grams import strips_of
 # The rates that the planner's cost model divides by, and how they are measured and kept.
 #
 # `python -m fastclip.ops.planner --measure` times the operations once on each device of this
-# machine and
-# keeps the rates by the device's name; every later process of this user loads them. Without them
-# the
-# built-in rates serve, of which only the ratios matter.
+# machine and keeps the rates by the device's name; every later process of this user loads them.
+# Without them the built-in rates serve, of which only the ratios matter.
 
 
 @dataclass(frozen=True)

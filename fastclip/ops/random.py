@@ -105,8 +105,7 @@ class KeyStream:
 # alone.
 #
 # A look at a model starts it at a seed that anybody can read in this package. What another thread
-# took
-# from it meanwhile would be known to all, and drawn again once it is put back.
+# took from it meanwhile would be known to all, and drawn again once it is put back.
 
 
 class _Keeper:
@@ -156,9 +155,8 @@ if hasattr(os, "register_at_fork"):
 # -------------------------------------------------------------------------------------------------
 # One stream of random numbers, one process: a fork holds its parent's generators.
 #
-# Noise that two releases share is subtracted by whoever sees both; rows that two runs draw
-# together are
-# no independent draws. A generator of a GPU needs no look: CUDA does not run in a fork of its
+# Noise that two releases share is subtracted by whoever sees both; rows that two runs draw together
+# are no independent draws. A generator of a GPU needs no look: CUDA does not run in a fork of its
 # process.
 
 

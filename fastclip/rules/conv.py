@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 # A convolution on a GPU: a record for every row of its kernel, each of a linear map.
 #
 # Kernels of linear maps are the fastest and the fewest. A weight's entries are in one of the rows
-# each:
-# squared norms add up.
+# each: squared norms add up.
 
 
 class KernelRowsRecord(Record):

@@ -273,12 +273,9 @@ def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
 # Parameters and values computed from them, which notice every function that is called with them.
 #
 # While the model runs, the class of a parameter is PrivateParameter: torch then shows it every
-# function
-# that it is an argument of (`__torch_function__`), wherever that is: in its own module, in another
-# one, in
-# a closure, in a list, in a recomputation. Identity, attributes and memory stay as they are;
-# optimizers,
-# deepcopy and pickle see a parameter.
+# function that it is an argument of (`__torch_function__`), wherever that is: in its own module, in
+# another one, in a closure, in a list, in a recomputation. Identity, attributes and memory stay as
+# they are; optimizers, deepcopy and pickle see a parameter.
 
 
 _INTERCEPTOR = "_fastclip_uses"
@@ -509,9 +506,8 @@ def intercepted(parameters: Iterable[nn.Parameter], by: Intercepts) -> Iterator[
 # -------------------------------------------------------------------------------------------------
 # Functions of torch that are made of others, so that each function inside is seen by itself.
 #
-# Those that ask themselves whether an argument is overridden run as they are, others as
-# `composite` says.
-# Those that take the shape or the type of a tensor alone do not meet its numbers.
+# Those that ask themselves whether an argument is overridden run as they are, others as `composite`
+# says. Those that take the shape or the type of a tensor alone do not meet its numbers.
 
 
 _COMPOSITE = (F.multi_head_attention_forward,)

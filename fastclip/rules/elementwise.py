@@ -196,9 +196,8 @@ def _is_sum(operands: Operands) -> bool:
 # -------------------------------------------------------------------------------------------------
 # Functions that only move entries: cat, stack, repeat, pad, roll, an index, x[:, 0] = p.
 #
-# They are called once more on the numbers of the parameter's entries, and so say which entry of
-# the output
-# is which; its gradient goes there.
+# They are called once more on the numbers of the parameter's entries, and so say which entry of the
+# output is which; its gradient goes there.
 
 
 _MOST = 4

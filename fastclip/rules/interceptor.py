@@ -238,8 +238,7 @@ class _Mark(Function):
 # Reentrant checkpoints, run as torch's others are: as exact, as sparing, and followed.
 #
 # A reentrant one detaches its arguments and returns values without a history, so that what they
-# were
-# derived from is lost, and no gradient can be asked for through it.
+# were derived from is lost, and no gradient can be asked for through it.
 
 
 @contextmanager

@@ -31,8 +31,7 @@ from fastclip.rules.records import KeptRecord, Record
 #
 # torch's layers can be customised without a `forward` of one's own: by overriding a method that it
 # goes through (`_conv_forward`), by a property in the place of a weight, or for one module alone,
-# by
-# an attribute. A rule does not see any of it.
+# by an attribute. A rule does not see any of it.
 
 
 _HARMLESS = {
@@ -322,11 +321,9 @@ def _matching(module: Any) -> tuple[type | None, LayerRule | None]:
 # Layers for whose class the user has registered a grad sampler with Opacus.
 #
 # `opacus.grad_sample.register_grad_sampler(Layer)` takes a function of the layer, its inputs and
-# its
-# output's gradient, which returns samples' gradients. It is honored for layers that cannot be
-# followed, as
-# one with an autograd.Function of the user's own; that is not known before, so for all without a
-# rule.
+# its output's gradient, which returns samples' gradients. It is honored for layers that cannot be
+# followed, as one with an autograd.Function of the user's own; that is not known before, so for all
+# without a rule.
 
 
 Sampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]

@@ -266,11 +266,9 @@ class ViewedRecord(Record):
 # -------------------------------------------------------------------------------------------------
 # Records of rows, taken as records of the units that the rows belong to.
 #
-# A unit's gradient is a sum over its rows' positions: laid along them, its rows are one sample
-# with
-# more positions, whose norm the rows' own rules know, cross terms included. The clipped sum is
-# that of the
-# rows, each at its unit's scale.
+# A unit's gradient is a sum over its rows' positions: laid along them, its rows are one sample with
+# more positions, whose norm the rows' own rules know, cross terms included. The clipped sum is that
+# of the rows, each at its unit's scale.
 
 
 class LaidRecord(Record):

@@ -143,7 +143,8 @@ def rules_of(func: Callable) -> list[UseRule]:
 
 
 # -------------------------------------------------------------------------------------------------
-# What uses of parameters need of those that are above them: the gradient state, and the interceptor.
+# What uses of parameters need of those that are above them: the gradient state, and the
+# interceptor.
 
 
 class UseState(Protocol):

@@ -464,19 +464,14 @@ def _is_below(x: Tensor, noise: float) -> bool:
 # What Python asks of a batch, yes or no (`if mask.all():`) or for a fraction of several samples
 # (`if x.mean().item() > 0:`), and whether the answers matter.
 #
-# A call is run again with the other answer to each; instead of a fraction it is told far larger
-# and far
-# smaller ones. If that is the same operations on the same operands, the answer, which follows from
-# all
-# samples, has no effect (a warning). If the question is whether all of a mask is true, the call is
-# run as
-# if nothing were hidden: both ways, with and without the mask, must then give the same outputs and
-# gradients. So they must if the question is whether some sample is special as it was given (a text
-# of
-# several parts) and none is: whoever is goes the same way in every batch. That way must be proven,
-# too.
-# A fraction (no whole number: that may count positions) that has an effect couples the samples,
-# whatever its value is in this batch.
+# A call is run again with the other answer to each; instead of a fraction it is told far larger and
+# far smaller ones. If that is the same operations on the same operands, the answer, which follows
+# from all samples, has no effect (a warning). If the question is whether all of a mask is true, the
+# call is run as if nothing were hidden: both ways, with and without the mask, must then give the
+# same outputs and gradients. So they must if the question is whether some sample is special as it
+# was given (a text of several parts) and none is: whoever is goes the same way in every batch. That
+# way must be proven, too. A fraction (no whole number: that may count positions) that has an effect
+# couples the samples, whatever its value is in this batch.
 
 
 _MOST = 16

@@ -103,12 +103,9 @@ def called(name: Hashable) -> str:
 # Gradients in which those of sample i are scaled by a power of two of its own.
 #
 # A backward pass is linear, and a power of two scales without rounding. So where two passes start
-# from the
-# same gradients, once as they are and once scaled, every entry that follows from sample i alone
-# comes out
-# exactly so many times as large; an entry that follows from two samples does not. An entry without
-# a
-# gradient belongs to nobody, and contributes nothing.
+# from the same gradients, once as they are and once scaled, every entry that follows from sample i
+# alone comes out exactly so many times as large; an entry that follows from two samples does not.
+# An entry without a gradient belongs to nobody, and contributes nothing.
 
 
 NOBODY = -1

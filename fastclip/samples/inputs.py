@@ -48,8 +48,7 @@ def parts_of(x: Tensor) -> list[Tensor]:
 # Rows that come as a list, a tuple or an array of NumPy's: boxes of images, texts, lengths.
 #
 # Such an input has one entry a row, of whatever kind, so it is cut by number, and its entries are
-# not
-# taken apart. Which list has as many entries as there are rows by accident, runs on a few rows
+# not taken apart. Which list has as many entries as there are rows by accident, runs on a few rows
 # tell.
 
 

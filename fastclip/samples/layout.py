@@ -43,10 +43,9 @@ from fastclip.trace.operation import tensors_in
 # Inputs without rows: what stays the same in every call says nothing of one batch, whatever it is.
 #
 # A graph, a grid, a mask of positions have no samples, and are not cut for a look. Nor are the
-# boxes of
-# all images one under another, of which a model may take the mean: every look would find it
-# constant.
-# So what was not cut must be what it was before, or it may hold numbers of the samples.
+# boxes of all images one under another, of which a model may take the mean: every look would find
+# it constant. So what was not cut must be what it was before, or it may hold numbers of the
+# samples.
 
 
 _COMPARED = 4
@@ -153,15 +152,11 @@ def _changed(number: int, value: Any) -> BatchSizeError:
 # -------------------------------------------------------------------------------------------------
 # Samples that are folded with other dimensions, by the lengths of the model's inputs.
 #
-# In [b * n, d] sample i has n entries in a row, in [n * b, d] every b-th: no shape tells which.
-# Nor does
-# one look tell it of other lengths, with which a dimension that was of one entry may have grown on
-# the
-# samples' other side. But dimensions do not shrink where lengths grow: what is of one entry in
-# longer rows
-# is so in shorter ones; and it is not two where there are less than twice as many entries a sample
-# as in
-# shorter rows, since those within have not become fewer.
+# In [b * n, d] sample i has n entries in a row, in [n * b, d] every b-th: no shape tells which. Nor
+# does one look tell it of other lengths, with which a dimension that was of one entry may have
+# grown on the samples' other side. But dimensions do not shrink where lengths grow: what is of one
+# entry in longer rows is so in shorter ones; and it is not two where there are less than twice as
+# many entries a sample as in shorter rows, since those within have not become fewer.
 
 
 _Seen = dict[Lengths, dict[int, BatchAxis]]
@@ -269,11 +264,9 @@ def _reach(longer: Lengths, shorter: Lengths) -> bool:
 # numbers.
 #
 # So graph networks are called with numbers of nodes, whose features lie in a buffer: these follow
-# from
-# nobody's row of the batch, and may be the private data. A table of frozen weights of which
-# samples choose
-# before anything is trained on them is none such, nor are weights that are multiplied entry by
-# entry.
+# from nobody's row of the batch, and may be the private data. A table of frozen weights of which
+# samples choose before anything is trained on them is none such, nor are weights that are
+# multiplied entry by entry.
 
 
 class Rows(NamedTuple):

@@ -22,8 +22,8 @@ from fastclip.samples.layout import BatchLayout, Guards
 # rows.
 #
 # Products with weights of exactly 0 (a block-diagonal mask, a one-hot dispatch) keep rows apart as
-# long as
-# all gradients are finite: 0 * NaN is NaN. The loss of one row may be NaN for its own label.
+# long as all gradients are finite: 0 * NaN is NaN. The loss of one row may be NaN for its own
+# label.
 
 
 def stop_gradients(spreading: Mapping[int, int], output: Any) -> None:
@@ -58,8 +58,7 @@ def _stopped(axis: int, gradient: Tensor) -> Tensor:
 # Outputs that belong to no one row: a loss computed inside the model, scores of rows against rows.
 #
 # A mean of the rows' own losses gives every row the same gradient whatever the others hold. A mean
-# over
-# tokens, a contrastive loss, a statistic of the batch do not; they may be returned, but not
+# over tokens, a contrastive loss, a statistic of the batch do not; they may be returned, but not
 # trained on.
 
 

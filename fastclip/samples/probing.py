@@ -39,11 +39,9 @@ if TYPE_CHECKING:
 # -------------------------------------------------------------------------------------------------
 # Runs of which only the values count: autograd notes what was computed, and saves none of it.
 #
-# Grad mode stays what it is, for a model may ask for it. One that asks for gradients itself is
-# told that
-# nothing was saved, and runs once more as it is; so does one that fails, for transforms of
-# torch.func
-# refuse to run where nothing is saved.
+# Grad mode stays what it is, for a model may ask for it. One that asks for gradients itself is told
+# that nothing was saved, and runs once more as it is; so does one that fails, for transforms of
+# torch.func refuse to run where nothing is saved.
 
 
 class _Unsaved(Exception):

@@ -235,12 +235,9 @@ def is_of_one(shadow: Shadow) -> bool:
 # Samples that a run computes one after the other: what it does for each is the same.
 #
 # Where a loop runs over the samples, a run on three of them has more operations than one on two.
-# They are
-# told apart by what they are computed of: those of one sample alone, and of what only these ask
-# for, are
-# that sample's own; the others are of all. Numbers of writes are replaced by names: of the
-# operation
-# among those of its sample, or among those of all.
+# They are told apart by what they are computed of: those of one sample alone, and of what only
+# these ask for, are that sample's own; the others are of all. Numbers of writes are replaced by
+# names: of the operation among those of its sample, or among those of all.
 
 
 TAKES = frozenset(("select", "slice"))
@@ -511,12 +508,10 @@ class Trail:
 # ends.
 #
 # What is known of a call holds for what it computed then. A counter, a closure or a number may let
-# a later
-# call compute something else, of which neither its inputs nor the model's settings say anything.
-# So each
-# call is followed: which operators it calls, which earlier results each of them is given, and with
-# which
-# axes, sizes and small integer constants (csrc/path). Other numbers leave samples where they are.
+# a later call compute something else, of which neither its inputs nor the model's settings say
+# anything. So each call is followed: which operators it calls, which earlier results each of them
+# is given, and with which axes, sizes and small integer constants (csrc/path). Other numbers leave
+# samples where they are.
 
 
 _path: Any

@@ -319,11 +319,9 @@ def _tables_of_hooks(model: nn.Module) -> list[dict[int, Any]]:
 # When a model must be looked at again: nothing is read at a step but settings.
 #
 # What a probe found holds for the state in which the model was, and for the way in which it was
-# called:
-# a flag that is raised later, or passed as an argument, may switch on a branch that couples rows.
-# So a
-# call's arguments and the model's settings (samples.settings) are compared with those of the last
-# look.
+# called: a flag that is raised later, or passed as an argument, may switch on a branch that couples
+# rows. So a call's arguments and the model's settings (samples.settings) are compared with those of
+# the last look.
 
 
 _PATIENCE = 16

@@ -43,14 +43,11 @@ from fastclip.trace.findings import line_of
 # Gradients in a look: the same backward pass twice gives the same, to the last bit.
 #
 # Whose an entry is, two backward passes say together, and a sum that is added up in another order
-# each
-# time looks like a sum over several samples. On a GPU many kernels add up in the order in which
-# their
-# threads arrive: those of attention foremost, whose gradients may be rounded to 16 bits
-# afterwards, so
-# that one entry in a hundred differs by 2^-8. Here PyTorch's other kernels are asked for their
-# fixed
-# order, and a backward pass of attention is computed again from its inputs, row by row.
+# each time looks like a sum over several samples. On a GPU many kernels add up in the order in
+# which their threads arrive: those of attention foremost, whose gradients may be rounded to 16 bits
+# afterwards, so that one entry in a hundred differs by 2^-8. Here PyTorch's other kernels are asked
+# for their fixed order, and a backward pass of attention is computed again from its inputs, row by
+# row.
 
 
 Found = tuple[Tensor | None, ...]
@@ -222,9 +219,8 @@ def _apply_the_last() -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# What a run writes into a model's own tensors is put back, through whichever tensor it was
-# written; and
-# what it gives them in the place of their memory (`.data = `, a module's `.to` in its forward).
+# What a run writes into a model's own tensors is put back, through whichever tensor it was written;
+# and what it gives them in the place of their memory (`.data = `, a module's `.to` in its forward).
 
 
 def written_by(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

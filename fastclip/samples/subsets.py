@@ -192,8 +192,7 @@ def _is_empty(leaf: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What may become of the other rows of a batch, of which a first one may hold none: very large
-# ones,
+# What may become of the other rows of a batch, of which a first one may hold none: very large ones,
 # zeros, whole masks, padded rows; or rows that are not finite.
 
 

@@ -47,11 +47,10 @@ from fastclip.ops.noise import NoiseSource, SeededNoise
 # -------------------------------------------------------------------------------------------------
 # No optimizer but the private one may step on a model of Opacus' modes: there `p.grad` is raw.
 #
-# The gate of an inner optimizer (`Gate`) knows the one that was given to make_private. Any
-# other,
+# The gate of an inner optimizer (`Gate`) knows the one that was given to make_private. Any other,
 # made before or after, is met here: one hook of torch's hears of every optimizer's step, and looks
-# whether
-# it holds a parameter of a living private model. All is held weakly, and ends with `cleanup()`.
+# whether it holds a parameter of a living private model. All is held weakly, and ends with
+# `cleanup()`.
 
 
 @dataclass(frozen=True)
@@ -120,14 +119,12 @@ def _within(held: Iterable[int], parameters: Iterable[nn.Parameter], inner: Opti
 
 
 # -------------------------------------------------------------------------------------------------
-# What Opacus' modes leave on parameters of single rows: it can be read, and is not saved with
-# them.
+# What Opacus' modes leave on parameters of single rows: it can be read, and is not saved with them.
 #
 # Opacus sets per-sample gradients as attributes (`p.grad_sample`, a list of them where passes are
 # accumulated), of which a layer's tell the row that it has seen, and keeps the inputs of layers on
-# them
-# until the backward pass (`module.activations`). Whoever saves a parameter or a module saves its
-# attributes, so they are put there as `ShownSum`, which pickles as an empty tensor.
+# them until the backward pass (`module.activations`). Whoever saves a parameter or a module saves
+# its attributes, so they are put there as `ShownSum`, which pickles as an empty tensor.
 
 
 _WATCHED: WeakSet[AbstractGradSampleHooks] = WeakSet()

@@ -141,8 +141,7 @@ def _covers(
 # -------------------------------------------------------------------------------------------------
 # How kernels of convolutions find the patches of a map, and cut a weight's gradient into tiles.
 #
-# Columns of a gradient W [o, columns] are ordered (tap, channel). Where there are channels enough
-# a
+# Columns of a gradient W [o, columns] are ordered (tap, channel). Where there are channels enough a
 # tile of them belongs to one tap, so that bounds are tested once a position.
 
 
@@ -477,8 +476,7 @@ def _block(columns: int) -> int:
 #   in float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products.
 #
 # A sample of scale 0 contributes 0 even where its operands are not finite: what comes of them is
-# not
-# added. They are read all the same: loads that waited for the scale would come one step later.
+# not added. They are read all the same: loads that waited for the scale would come one step later.
 # Depthwise convolutions, of one row and a few columns a group, stay with the reference.
 
 

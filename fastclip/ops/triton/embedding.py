@@ -168,14 +168,11 @@ def _norms(
 #     W[v] = sum of s_b g[j] over the entries j, of samples b, that look up v
 #
 # Index letters and runs as in embedding_norm, with the id alone as the key. A program takes ROWS
-# sorted
-# entries and a tile of d; it writes the rows whose runs it has seen the whole of, and hands on its
-# first
-# and its last run as two carried rows, until one program takes all. So there are no atomics, and
-# equal
-# look-ups give equal bits. Sums are float64, of products that float64 holds exactly, and are
-# rounded
-# once. Entries of scale 0 are not read: they add 0 even where they are not finite.
+# sorted entries and a tile of d; it writes the rows whose runs it has seen the whole of, and hands
+# on its first and its last run as two carried rows, until one program takes all. So there are no
+# atomics, and equal look-ups give equal bits. Sums are float64, of products that float64 holds
+# exactly, and are rounded once. Entries of scale 0 are not read: they add 0 even where they are not
+# finite.
 
 
 _WARPS = 2

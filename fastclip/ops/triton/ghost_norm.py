@@ -176,20 +176,14 @@ CONFIGS = [
 #
 # Index letters: b sample, t and s position, d input feature, p output feature. A program takes one
 # sample of one layer and one pair (i <= j) of tiles of positions: both Gram tiles in registers
-# (loops
-# over d, then over p), their product summed, pairs off the diagonal counted twice. Nothing of size
-# t x t
-# is written: six sums a pair, which a second launch adds in fixed order (one configuration, one
-# result:
-# `runtime.autotuned`); where one tile holds every position there is no second launch. With n tiles
-# of
-# positions a and g are read n times, from L2 after the first. The sums of g over a tile's
-# positions, of
-# which a bias's gradients are made, come of the same read.
+# (loops over d, then over p), their product summed, pairs off the diagonal counted twice. Nothing
+# of size t x t is written: six sums a pair, which a second launch adds in fixed order (one
+# configuration, one result: `runtime.autotuned`); where one tile holds every position there is no
+# second launch. With n tiles of positions a and g are read n times, from L2 after the first. The
+# sums of g over a tile's positions, of which a bias's gradients are made, come of the same read.
 #
-# One grid for all layers: a launch costs the host as much as a small layer's norm costs the
-# device. The
-# layers' addresses are arguments, as in scaled_sums.
+# One grid for all layers: a launch costs the host as much as a small layer's norm costs the device.
+# The layers' addresses are arguments, as in scaled_sums.
 #
 # The result is never below the exact value. Added are, with u = 2^-24 and m, w of
 # `rounding.one_sided`:

@@ -299,10 +299,9 @@ def group_norm(
 #     dx = rstd * (h - M[h] - x_hat * M[h * x_hat]),  M the mean over a group
 #
 # Cut into programs as in ops/triton/group_norm.py. Where a sample's positions fit in registers x
-# and g are
-# read once. Else each chunk leaves its part of dw and db, and a second kernel adds those of a
-# sample, in
-# a fixed order, and reads x and g once more for dx. Other maps go to ops/triton/layer_norm.py.
+# and g are read once. Else each chunk leaves its part of dw and db, and a second kernel adds those
+# of a sample, in a fixed order, and reads x and g once more for dx. Other maps go to
+# ops/triton/layer_norm.py.
 #
 # Index letters: b sample, t position, c channel, k group of channels.
 

@@ -23,8 +23,7 @@ from fastclip.core.torch_names import are_deterministic, current_gpu, stream_of
 # The search for a kernel's fastest configuration, which a model's first step waits for.
 #
 # A few trials tell slow configurations from fast ones: as many as take `_ENOUGH`, where Triton's
-# own way
-# takes 125 ms for each, and a ResNet-50 has a hundred searches.
+# own way takes 125 ms for each, and a ResNet-50 has a hundred searches.
 
 
 _ENOUGH = 8.0
@@ -373,8 +372,7 @@ class Tuned(Launched):
 # How much there is to do: into how many parts a sum is cut, and which batches a search serves.
 #
 # Programs run in waves: a device has `slots` for programs at once, and the last wave leaves those
-# empty
-# for which nothing is left.
+# empty for which nothing is left.
 
 
 _WAVES = 8

@@ -69,8 +69,7 @@ from fastclip.ops.triton.tiles import (
 #
 # A step takes as many positions as a power of two, so that the last one of a sample may be filled
 # little: a ViT's 197 are one step of 128 and 69 positions of another. With a TAIL these are taken
-# by
-# themselves, after the whole steps of all samples, as 64 and 16 positions.
+# by themselves, after the whole steps of all samples, as 64 and 16 positions.
 
 
 @triton.jit
@@ -423,12 +422,10 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
 # -------------------------------------------------------------------------------------------------
 # Clipped sums of several linear layers of one kind in one launch; scaled_sum is that of one.
 #
-# The last wave of a launch leaves multiprocessors empty. Here one grid has the tiles of all
-# layers, so
-# that there is one such wave for a group, and `splits` are chosen for all its tiles. Addresses are
-# arguments, not a table in memory: no copy to the device, and 16 is known to divide each of them.
-# A
-# program has one tile, as in scaled_sum, whose arithmetic and order this is.
+# The last wave of a launch leaves multiprocessors empty. Here one grid has the tiles of all layers,
+# so that there is one such wave for a group, and `splits` are chosen for all its tiles. Addresses
+# are arguments, not a table in memory: no copy to the device, and 16 is known to divide each of
+# them. A program has one tile, as in scaled_sum, whose arithmetic and order this is.
 
 
 _GROUP_SPLITS: Known[int] = Known()
@@ -507,10 +504,8 @@ def _each(out: Tensor) -> list[Tensor]:
 #     out[n] = sum_b s_b G[b, n]
 #
 # A program takes BLOCK entries of all samples, and adds sample by sample, so that equal gradients
-# give
-# equal bits. What a sample of scale 0 holds is not added, even where it is not finite; PyTorch's
-# product
-# needs a pass over all gradients for that.
+# give equal bits. What a sample of scale 0 holds is not added, even where it is not finite;
+# PyTorch's product needs a pass over all gradients for that.
 
 
 BLOCK = 1024

@@ -27,16 +27,13 @@ from fastclip.ops.triton.runtime import INTERPRETED, alike, launched
 # Copies of operands whose rows do not lie as wide loads need them.
 #
 # A row of a vocabulary's gradient (p = 50257) begins at any even address, so that its bfloat16
-# values are
-# loaded 2 bytes at a time, which tensor cores wait for: asynchronous copies have at least 4, and
-# pay
-# with 16. Where an operand is read again and again, one copy with the features filled up with
-# zeros is
-# less than that. Zeros change no norm and no product, and bounds for more features hold for fewer.
+# values are loaded 2 bytes at a time, which tensor cores wait for: asynchronous copies have at
+# least 4, and pay with 16. Where an operand is read again and again, one copy with the features
+# filled up with zeros is less than that. Zeros change no norm and no product, and bounds for more
+# features hold for fewer.
 #
 # What Triton knows of a number is whether 16 divides it, so that is what is asked of strides and
-# sizes.
-# Index letters: b sample, t position, n feature.
+# sizes. Index letters: b sample, t position, n feature.
 
 
 WIDE = 16
