@@ -1,4 +1,4 @@
-"""What the best attacker can do at this epsilon: the trade-off of false and true positives.
+"""What the best attacker can do at this epsilon: the trade-off of its errors, and a picture.
 
 The attacker knows every row but one, sees everything that is released, and says whether that row is in
 ("membership inference"). No test can do better than what is stated here, whatever it computes.

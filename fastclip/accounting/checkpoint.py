@@ -1,4 +1,4 @@
-"""A run's checkpoint as a file: what is in it, whether it is whole, and that no code is in it."""
+"""A run's checkpoint: as a file without code in it, and as torch.distributed.checkpoint saves it."""
 
 from __future__ import annotations
 

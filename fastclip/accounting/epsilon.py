@@ -1,4 +1,4 @@
-"""A planned run as the accountants see it, and its epsilon.
+"""Epsilon of a history of steps, and how a step's noise is shared between gradients and counts.
 
 A history is a list of (noise multiplier, sample rate, number of steps), as Opacus' accountants keep
 it: each step is a Poisson-subsampled Gaussian mechanism, and the entries compose adaptively. In the

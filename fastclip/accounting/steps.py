@@ -1,4 +1,4 @@
-"""Who has taken which steps: histories under names, so that no step is forgotten or counted twice.
+"""The steps taken: histories under names, truncated rates, and whom they protect.
 
 A history alone cannot tell the steps of one run from equal steps of another. A segment is what one
 accountant recorded in one process, under a random name; it only grows. Two ledgers are joined by

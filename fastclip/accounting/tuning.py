@@ -1,4 +1,4 @@
-"""What a differentially private hyperparameter search costs."""
+"""What a differentially private hyperparameter search costs, by the law of its number of trials."""
 
 from __future__ import annotations
 

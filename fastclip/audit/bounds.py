@@ -1,4 +1,4 @@
-"""Lower bounds on epsilon from the scores of canaries that were in and canaries that were out."""
+"""Lower bounds on epsilon from scores of canaries, and p-values of guesses about one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise as a run has released it, against its claimed law: standard normal, independent everywhere."""
+"""Noise and draws as a run has released them, against the laws that are claimed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attack on the mechanism (attack.py) proves: bounds on epsilon, p-values of what is claimed.
+"""An attack on the mechanism through the real engine, and what it proves.
 
 Guesses are independent, as the canaries' coordinates are. Their number gives a lower bound; noise, draws
 and counts are held against their claimed laws. Beside that, two more runs of the same rows, small ones,

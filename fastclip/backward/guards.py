@@ -1,4 +1,4 @@
-"""Watches over leaked gradients, second engines and, where asked for, values that are not finite."""
+"""What a backward pass refuses: leaked gradients, second engines, BatchNorm, tensors outside."""
 
 from __future__ import annotations
 

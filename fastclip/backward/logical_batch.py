@@ -1,4 +1,4 @@
-"""One logical batch: its sums' state, its draws, and the steps that are signalled to it.
+"""One logical batch: the table of its states, its draws, and the steps that are signaled to it.
 
 A logical batch is what one noisy step releases. It may be split into physical batches (skipped
 steps, BatchMemoryManager), whose sums stay until the real step; no gradient is released twice.

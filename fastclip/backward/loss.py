@@ -1,4 +1,4 @@
-"""A loss must be what `loss_reduction` says, or what a sample contributes depends on the others.
+"""The loss: its reduction, its scale, what traced steps found, and tensors outside of the model.
 
 Under "mean" the engine multiplies each gradient by b, the number of rows of the physical batch; under
 "sum" it takes them as they are. A loss of the other kind leaves a factor b, or 1 / b, in every

@@ -1,4 +1,4 @@
-"""One backward pass: squared norms in, records kept, clipped sums out.
+"""The gradient state: all that one private model keeps, from the forward pass to the clipped sums.
 
 The pass is opened where the gradient enters the model (a hook on the root's output), so that its
 end-of-backward callback belongs to the outermost graph task: a nested backward of reentrant

@@ -1,4 +1,4 @@
-"""The clipped sums of a logical batch: they belong to the one who clipped, not to the parameter."""
+"""The clipped sums of a logical batch, and what a pass computes for several parameters at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the modules of csrc/ are compiled: the rules of setup.py, and of builds where fastclip runs.
+"""How the modules of csrc/ are compiled, and from which sources; setup.py loads this, too.
 
 This file imports nothing of fastclip, for setup.py loads it where nothing is installed yet.
 """

@@ -1,4 +1,4 @@
-"""Modules of csrc/ that fit one torch alone, compiled where fastclip runs: once, in the background."""
+"""Compiled modules of csrc/: where they are kept, whether they fit, compiling in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accumulation type, rounding bounds and masks shared by the reference operations.
+"""Accumulation types, rounding margins, and products in full float32.
 
 Index letters: b sample, t position, d input feature, p output feature.
 """

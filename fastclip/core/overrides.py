@@ -1,4 +1,4 @@
-"""Methods of Opacus' engine that a subclass may override: what they hand on, and what they return.
+"""Functions of others that are watched: methods that a subclass overrides, calls that are noted.
 
 `make_private` calls them as Opacus' own does. An override may look at all of it, and change in place
 what its super() has made; what makes a run private, and what is told of it, stays as it was asked for.

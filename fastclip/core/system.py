@@ -1,4 +1,4 @@
-"""Files that are there whole, whatever ends the process or the machine."""
+"""The process and its machine: files that survive it, forks, addresses of tensors, a progress line."""
 
 from __future__ import annotations
 

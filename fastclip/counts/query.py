@@ -1,4 +1,4 @@
-"""What is counted: the data set, whom it protects, the groups, and how much one unit contributes."""
+"""What is counted and how: data set, groups, contribution bound, exact counts in integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of count queries: paid for first, on disk too, then drawn."""
+"""Answers of count queries: paid for first, then drawn; rates of them with intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's collate function, watched: no sample is in a batch twice, and none is mixed with others.
+"""The user's collate function, watched: samples apart, their order kept, batches without samples.
 
 Where items hold tensors, every call is traced. What cannot be traced (arrays, text, numbers, values that
 leave torch) is compared by its values in the first batch of each kind, the second, fourth, and so on.

@@ -1,4 +1,4 @@
-"""Items with other content, of the same shapes where that can be: of another item's values."""
+"""Items of a data set with other content, and functions called again with the same random numbers."""
 
 from __future__ import annotations
 

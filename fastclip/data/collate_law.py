@@ -1,4 +1,4 @@
-"""What a collated batch must be: every position of its batch axis holds one sample, and each sample one.
+"""What a collated batch must be, and a traced call of collate_fn that shows whether it is.
 
 The law needs the attribution of each entry (`fastclip.trace.attribution`), whoever has found it.
 """

@@ -1,4 +1,4 @@
-"""A data set still has its rows where they were: `unit_ids` says whose each row is by its place.
+"""The identity of samples: across subsets and joined data sets, across ranks, and while a run lasts.
 
 What a data set is, or holds, with an entry for each row (lists, tensors, arrays, tables) is looked at in
 a few places when a pass begins. An entry that has changed is no reason to complain, for a data set may

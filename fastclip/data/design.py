@@ -1,4 +1,4 @@
-"""How rows are drawn, said once: what the engine, the accountant and every statement of privacy read."""
+"""How samples are drawn, said once, and what the accountant records of such steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the data loader's draws a backward pass trains on, and how many rows it holds.
+"""Which sampled batch a backward pass trains on, and how many samples it holds.
 
 Epsilon is stated for the rows that the loader draws: each contributes once to the one release of its
 draw. So the loader's sampler tells of every draw as it is made (fastclip.data.loader), and the rows

@@ -1,4 +1,4 @@
-"""One pass over a batch sampler: what it draws, and which of it a DataLoader has handed out.
+"""One pass over a batch sampler: what it draws, what the loader hands out, what is said of misuse.
 
 Loader workers draw ahead, so a batch is told by its place: the iterator of the DataLoader knows the
 place of the batch that it draws, and how many it has handed out.

@@ -1,4 +1,4 @@
-"""A data loader whose batch sampler tells of its draws, whoever iterates over it.
+"""The private loader: Poisson sampling of samples and units, by a sampler that tells of its draws.
 
 BatchMemoryManager and Accelerate build loaders of their own around the batch sampler, so the sampler
 is the one place that sees every draw.

@@ -1,4 +1,4 @@
-"""From a data loader, and what is asked of its draws, to their design, and to the loader that trains."""
+"""From a data loader and a request to a sampling plan, and to the private loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data loader's own sampler chose: kept by the draws that epsilon is stated for, or refused.
+"""The user's own samplers: kept by Poisson sampling, or an error; repeated samples, canaries.
 
 Poisson sampling takes the sampler's place, so it must draw from the same rows, with the same weights;
 without it, the sampler's rows are trained on as they come.

@@ -1,4 +1,4 @@
-"""Whose each row of a data set is: ids of any kind, as the numbers 0, 1, 2, ..."""
+"""Privacy units: the unit of each sample, and which samples of a batch belong to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks that train one private model: whose rows are whose, and what they tell each other."""
+"""The ranks that train one model: their shares, what they exchange, and the release of a step."""
 
 from __future__ import annotations
 

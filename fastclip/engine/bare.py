@@ -1,4 +1,4 @@
-"""Which layers of a model are bare."""
+"""Which layers of a model run bare, and what they have listed when a pass ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pass over a fixed number of rows as two graphs, and the scales between them.
+"""One pass over a fixed number of samples, captured, and what a capture freezes.
 
 The first graph is the forward pass, the loss, the backward pass and the squared norms; the second is
 the clipped sums. From norms to scales the engine goes on by itself, over the rows that are there:

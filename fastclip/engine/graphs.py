@@ -1,4 +1,4 @@
-"""CUDA graphs, behind as little as a pass needs of them."""
+"""A pass as a graph: recorded as CUDA graphs, or traced and compiled whole."""
 
 from __future__ import annotations
 

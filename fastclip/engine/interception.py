@@ -1,4 +1,4 @@
-"""Swaps the forward of trainable layers for private autograd functions, and back.
+"""Layers whose forward is replaced by private functions, and calls that reach them past the model's.
 
 A layer keeps its class, its place and its parameters; only `forward` becomes a bound method of the
 module (not a closure: a deepcopy must use its own weights). The private function returns the

@@ -1,4 +1,4 @@
-"""The model that make_private returns, or the handle on a model that stays itself."""
+"""The model that make_private returns, who owns its parameters, and the way back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private optimizer: clipped sums in, noisy gradients out, then the inner optimizer's step."""
+"""The private optimizer: clipped sums in, noisy gradients out, then the inner step; GradScaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward that a module has without fastclip: its class's, or one that was set on the object.
+"""The forward that a module has without fastclip, and modules that are followed as they run.
 
 Libraries replace `model.forward` on the object: Accelerate's hooks, TRL, many a patch. An intercepted
 module keeps what it had there, runs it as its own, and has it back when it is let go.

@@ -1,4 +1,4 @@
-"""From the clipped sums of a logical batch to the gradients of its one release."""
+"""From the clipped sums of a logical batch to the gradients of its one release; a step's hooks."""
 
 from __future__ import annotations
 

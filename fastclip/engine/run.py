@@ -1,4 +1,4 @@
-"""What is known of a run, while its model lives and afterwards: its design, state, releases, budget."""
+"""One make_private: its request, its steps in the fast mode, and the run that stays of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What make_private refuses, by name and with the way out."""
+"""What make_private refuses, and models whose layers can be replaced by private ones."""
 
 from __future__ import annotations
 

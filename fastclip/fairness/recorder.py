@@ -1,4 +1,4 @@
-"""Records what training does to subgroups, as one tidy table: a measured value a row."""
+"""Records what training does to subgroups, as one tidy table; what of it may be published."""
 
 from __future__ import annotations
 

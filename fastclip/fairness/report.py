@@ -1,4 +1,4 @@
-"""The page of a user's own run: what its clipping did to each group, and what of it may be published."""
+"""The page of a user's own run, with its pictures: what clipping did to each group."""
 
 from __future__ import annotations
 

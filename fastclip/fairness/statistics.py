@@ -1,4 +1,4 @@
-"""Whether a difference between runs is more than their seeds: paired tests and bootstrap intervals."""
+"""Differences between groups, and whether those between runs are more than their seeds."""
 
 from __future__ import annotations
 

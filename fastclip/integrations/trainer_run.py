@@ -1,4 +1,4 @@
-"""A transformers.Trainer whose model is private in every process that trains it.
+"""A private Trainer's run: its processes, physical batches, checkpoints and budget.
 
 The Trainer wraps its model for several processes (DistributedDataParallel, FSDP2) after it has asked for
 the data loader. A private model must be wrapped before: here it is prepared with the loader, by the same

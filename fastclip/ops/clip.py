@@ -1,4 +1,4 @@
-"""From squared norms to scales and counts, and from noisy counts to the next thresholds.
+"""From norms to scales and counts, clipping of per-sample gradients, and the noisy mean.
 
 The arithmetic belongs to the strategy (fastclip.clipping), which is handed in; a kernel that knows
 the strategy's parts does the same in one launch.

@@ -1,4 +1,4 @@
-"""Per-sample norms of convolutions of any rank from the Gram of their pixels, without unfolding it.
+"""Per-sample norms, gradients and clipped sums of convolutions of any rank.
 
 Index letters: b sample, c input channel, o output channel; `x` is already padded explicitly where
 the padding is not zeros, so `padding` here is the symmetric number of zeros in each dimension.

@@ -1,4 +1,4 @@
-"""Where the noise of a run comes from: a generator that can be seeded, or nobody's to foresee.
+"""Where the noise of a run comes from, and how random bits become normal variables.
 
 Both sources feed the noise of the gradients and of the counts. `SecureNoise` is that of
 `FastPrivacyEngine(secure_mode=True)`; docs/secure_mode.md says what it protects from and what not.

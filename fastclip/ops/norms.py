@@ -1,4 +1,4 @@
-"""Per-sample gradients of the affine parameters of normalization layers, without x_hat in memory.
+"""Normalization layers: forward, backward, and per-sample gradients of their affine parameters.
 
 Each is two reductions, sum g*x and sum g, combined with the statistics saved by the forward pass.
 """

@@ -1,4 +1,4 @@
-"""Random bits that nobody can foresee or draw again: ChaCha20 (RFC 8439) under a key used once.
+"""Random streams: ChaCha20 under a key that is used once, generators of one's own, forks.
 
 Every draw takes a fresh key of 256 bits from the operating system and forgets it when it is done.
 Nothing is kept between draws, and a fork in the middle of one takes a key of its own: a process that

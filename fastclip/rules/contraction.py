@@ -1,4 +1,4 @@
-"""Products with a parameter: linear, matmul, bmm, addmm, einsum, tensordot, bilinear.
+"""Products with a parameter: matmul, einsum, bilinear, of rows grouped by expert; their records.
 
 All of them are written as one: letters for the axes of every operand and of the output. A sample's
 gradient of an operand is the same product with the output's gradient in the operand's place, and the

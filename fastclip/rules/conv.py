@@ -1,4 +1,4 @@
-"""Conv1d, Conv2d, Conv3d: exact norms from the pixel Gram or from a grouped convolution.
+"""Convolutions: the layers, and functions with a kernel of any origin.
 
 On a GPU a convolution is linear maps (fastclip.ops.conv), whose kernels are the fastest and the
 fewest: of its patches, where no pixel is in two of them, or of what the rows of its kernel see. Those

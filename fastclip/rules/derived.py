@@ -1,4 +1,4 @@
-"""Values computed from parameters and constants alone, and the way back from them to the parameters.
+"""Values computed from parameters alone, the proxy that notices them, and the way back to parameters.
 
 Every operation on them runs on leaves of its own, in a graph that no one else sees. A use of a derived
 value leaves its per-sample gradient [b, *shape] there; at the end of the backward pass they go back

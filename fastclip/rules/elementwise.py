@@ -1,4 +1,4 @@
-"""Sums, products, gates, position tables: every entry of the output meets one of the parameter.
+"""Sums, products, gates, moves of entries: every entry of the output meets one of the parameter.
 
 The parameter is broadcast over the output; its gradient there, entry by entry, is summed over the
 entries of each sample.

@@ -1,4 +1,4 @@
-"""Embedding and EmbeddingBag: a sample's table gradient touches only the rows that it looked up."""
+"""Tables: Embedding, EmbeddingBag, and rows looked up by ids of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a function that is called with a parameter: a use with a batch, or a derived value.
+"""A function is called with a parameter: a use or a derived value, and how it is known again.
 
 Calls of one function with the same parameters at one line of code are alike; what they are, and where
 the samples are in what they return, is learnt by the probe (fastclip.samples.learning).

@@ -1,4 +1,4 @@
-"""Linear and transformers' Conv1D: sample b's weight gradient is g_b^T a_b."""
+"""Linear maps: nn.Linear, transformers' Conv1D, Opacus' SequenceBias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm, GroupNorm, InstanceNorm: per-sample affine gradients from two reductions."""
+"""Normalization with affine parameters: the layers, and torch's functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of a layer's rule, and the registry that finds the rule of a module.
+"""The protocol of a layer's rule, and which rule a module has.
 
 A rule is three things: a forward pass that says what to save, a backward pass that returns the
 input's gradient and records each parameter's contribution, and the name under which it appears in

@@ -1,4 +1,4 @@
-"""Any other function: called again in the backward pass, whose gradient is taken for each sample alone.
+"""Per-sample recomputation, the fallback: the function's own backward, once for each sample.
 
 Sample i's gradient is what comes back where only its entries of the output's gradient are kept. That
 needs nothing but to know whose these entries are; it costs one backward of the function a sample.

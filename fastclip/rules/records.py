@@ -1,4 +1,4 @@
-"""What a layer's backward leaves behind: enough to know each sample's norm, then its clipped sum.
+"""What a use leaves for one parameter: enough for each sample's norm, then for the clipped sum.
 
 A record belongs to one parameter and one call of one layer. It answers three questions: the
 squared norm of every sample's gradient, the weighted sum of these gradients, and, where uses of

@@ -1,4 +1,4 @@
-"""A parameter used more than once: a sample's gradient is the sum over the uses.
+"""A parameter used more than once, or in parts: a sample's gradient is the sum over the uses.
 
 Cross terms count, so norms cannot be added. Linear uses are concatenated along t (look-ups and kept
 gradients are one record by now), a table tied to an output head takes the gathered cross product,

@@ -1,4 +1,4 @@
-"""The protocol of a use's rule: what a function that takes a parameter contributes to its gradient.
+"""A use of a parameter by a function: its rule, its call, and the hook on its output.
 
 A layer's rule answers for a module; a use's rule for a function, whoever calls it. It says which of the
 other operands are kept for the backward pass, and makes records of them and of the output's gradient.

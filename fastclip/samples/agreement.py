@@ -1,4 +1,4 @@
-"""What one sample gives is the same in any batch: values say so where a trace does not suffice.
+"""Values say what a trace does not: a sample gives the same in any batch.
 
 A trace proves the way that a run has taken. Where Python reads numbers of the batch to choose it, the
 same rows are run among other rows, among special ones, in another order, and among fewer. What every

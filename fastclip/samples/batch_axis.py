@@ -1,4 +1,4 @@
-"""Where the samples are in one tensor: along an axis, which other dimensions may be folded into."""
+"""Where the samples are in one tensor: along an axis, which other dimensions may be flattened into."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's inputs as they come: nested, by keyword, packed; where their samples may lie."""
+"""A model's inputs as they come: nested, in objects, as lists; where their samples may lie."""
 
 from __future__ import annotations
 

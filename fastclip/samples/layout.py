@@ -1,4 +1,4 @@
-"""Where the samples are in every layer and use: what was found, and every later call checked against it.
+"""Where the samples are in all layers and uses of one kind of call; later calls must agree.
 
 A recurrent layer may see [t, b, d], a window layer [b * windows, t, d]; t may equal b by accident. What
 holds the samples is never assumed: fastclip.samples.learning runs the model to find out.

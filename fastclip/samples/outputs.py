@@ -1,5 +1,4 @@
-"""What a call returns, held against what looks have seen: an output that comes later (a loss term of
-labels that the first batch has none of) is looked at when it does.
+"""What a call returns: outputs that come later, losses of several samples, NaN in gradients.
 """
 
 from __future__ import annotations

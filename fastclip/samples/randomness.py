@@ -1,4 +1,4 @@
-"""The generators that a model may draw from: torch's, Python's and NumPy's own, and those it holds."""
+"""The generators that a model may draw from, and runs in which all samples draw the same numbers."""
 
 from __future__ import annotations
 

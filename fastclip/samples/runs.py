@@ -1,4 +1,4 @@
-"""An operation of a run, with all that tells it from the same one of another run."""
+"""What a run leaves of its operations: two that leave the same have computed the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a model: what its forward may branch on, beside tensors that are trained.
+"""The settings of a model: what its forward may branch on, and when it must be looked at again.
 
 Numbers, strings, flags and functions that its modules hold, in objects and containers too (a config);
 their hooks and parts; the attributes of their classes; which version a buffer or a frozen parameter has.

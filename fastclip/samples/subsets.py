@@ -1,4 +1,4 @@
-"""The rows of a call's inputs that are run, of which few are taken."""
+"""The few samples of a call's inputs that are run, and what may become of the others."""
 
 from __future__ import annotations
 

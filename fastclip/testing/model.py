@@ -1,4 +1,4 @@
-"""check_model: is a model of yours trained exactly? One sample at a time, by ordinary autograd."""
+"""check_model: is a model of yours trained exactly? One sample at a time, by standard autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `check_model` and `check_rule` return, as tables by parameter and by way of calling."""
+"""What checks return, and the private pass that they run."""
 
 from __future__ import annotations
 

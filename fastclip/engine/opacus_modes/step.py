@@ -1,4 +1,4 @@
-"""The step of Opacus' modes: the sums of one logical batch, clipped at one C, and nothing raw."""
+"""The step of Opacus' modes: sums of one logical batch, clipped at one C; raw gradients stay inside."""
 
 from __future__ import annotations
 

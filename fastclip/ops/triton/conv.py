@@ -1,4 +1,4 @@
-"""Squared per-sample norms of the weight gradient of Conv2d (Conv1d as height 1), never unfolding.
+"""Per-sample norms and clipped sums of Conv2d (Conv1d as height 1), never unfolding.
 
     W_b[o, (c, kh, kw)] = sum_t g_b[o, t] patch_b[t, (c, kh, kw)],   norm_b = ||W_b||^2
     patch[t, (c, kh, kw)] = x[c, stride t + dilation (kh, kw) - padding], gathered as it is loaded

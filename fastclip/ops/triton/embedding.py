@@ -1,4 +1,4 @@
-"""Squared per-sample norms of an embedding table's gradient, from sorted look-ups.
+"""Per-sample norms and clipped sums of an embedding table's gradient, from sorted look-ups.
 
     norm_b = sum over the distinct ids v of sample b of || sum of the g[j] that look up v ||^2
 

@@ -1,4 +1,4 @@
-"""Squared norms of one linear layer, of one use or of several uses of its weight.
+"""Squared norms of linear layers from Gram matrices: of one use, of several, of several layers.
 
 Of several uses the Grams are those of their concatenation along t: the uses' own terms, and twice their
 cross terms. A program takes one sample and one pair of tiles, as in ghost_norms, where bounds are

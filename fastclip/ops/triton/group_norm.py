@@ -1,4 +1,4 @@
-"""GroupNorm of channels-last maps: x [b, c, t], where [b, t, c] is contiguous.
+"""GroupNorm of channels-last maps, forward and backward: x [b, c, t], where [b, t, c] is contiguous.
 
     y = (x - mean) * rstd * w + bias,  statistics over the c/k channels of a group and all positions
 

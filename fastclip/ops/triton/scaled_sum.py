@@ -1,4 +1,4 @@
-"""Clipped sums of a linear layer: sum_b s_b g_b^T a_b, in one pass over a and g.
+"""Clipped sums of linear layers, sum_b s_b g_b^T a_b: of one, of several, of kept gradients.
 
     W_pd = sum_b s_b sum_t g_btp a_btd
 
