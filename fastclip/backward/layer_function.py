@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fastclip.backward.python_nodes import uncast
-from fastclip.backward.state import LayerHook
+from fastclip.backward.state import SeenLayer
 from fastclip.backward.traced_step import Seen
 from fastclip.core.autograd import differentiable_once, private_function, save, saved, taking_part
 from fastclip.errors import GraphError, where
@@ -26,7 +26,7 @@ class Call:
     """What a layer's call leaves for its backward, apart from tensors that autograd watches."""
 
     def __init__(
-        self, handle: LayerHook, module: nn.Module, forward: Forward, place: BatchAxis, extra: Any,
+        self, handle: SeenLayer, module: nn.Module, forward: Forward, place: BatchAxis, extra: Any,
         parameters: dict[str, nn.Parameter],
     ) -> None:  # fmt: skip
         self.handle, self.module, self.forward = handle, module, forward

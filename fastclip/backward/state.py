@@ -417,7 +417,7 @@ class GradientState:
 # What the backward pass needs to know of an intercepted layer.
 
 
-class LayerHook(Protocol):
+class SeenLayer(Protocol):
     """An intercepted layer as its private function sees it; fastclip.engine.interception makes them.
 
     Attributes:

@@ -1,5 +1,4 @@
-"""What a call returns: outputs that come later, losses of several samples, NaN in gradients.
-"""
+"""What a call returns: outputs that come later, losses of several samples, NaN in gradients."""
 
 from __future__ import annotations
 
