@@ -62,8 +62,9 @@ def test_every_launch_is_guarded(launched: list[tuple[str, torch.device]]) -> No
     assert {name for name, _ in launched} == {
         "_clip_kernel", "_step_kernel", "_pairs_kernel", "_one_position_kernel", "_finish_kernel",
         "_layers_kernel", "_norms_kernel",
-        "_tiles_kernel", "_tiles", "_finish_tiles", "_pairs", "_finish_pairs", "_runs", "_rows",
-        "_groups", "_whole", "_moments", "_normalize", "_sums", "_gradient", "_sum_kernel",
+        "_tiles_kernel", "_norm_tiles", "_sum_tiles", "_finish_tiles", "_pairs", "_finish_pairs",
+        "_norm_runs", "_sum_runs", "_rows", "_groups", "_whole", "_whole_backward", "_moments",
+        "_normalize", "_sums", "_gradient", "_sum_kernel",
     }  # fmt: skip
 
 
