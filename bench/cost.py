@@ -36,7 +36,7 @@ from tqdm import tqdm
 from bench.measure import heading
 from bench.training import Training
 from bench.workloads import WARM_UP, WORKLOADS
-from fastclip.core import overrides, torch_names
+from fastclip.core import noted, torch_names
 from fastclip.ops import ConvGeometry, dispatch
 
 OUT = Path(__file__).resolve().parent / "results" / "cost.json"
@@ -164,7 +164,7 @@ def _size(x: Tensor) -> int:
     return x.numel() * x.element_size() // torch.Size(expanded).numel()
 
 
-_OF_ALL = frozenset((dispatch.__file__, overrides.__file__, torch_names.__file__))
+_OF_ALL = frozenset((dispatch.__file__, noted.__file__, torch_names.__file__))
 """Where every operation of a kind passes through, whoever called it."""
 
 

@@ -1,4 +1,4 @@
-"""Functions of others that are watched: methods that a subclass overrides, calls that are noted.
+"""Methods of Opacus' engine that a subclass may override: what they hand on, and what they return.
 
 `make_private` calls them as Opacus' own does. An override may look at all of it, and change in place
 what its super() has made; what makes a run private, and what is told of it, stays as it was asked for.
@@ -6,11 +6,8 @@ what its super() has made; what makes a run private, and what is told of it, sta
 
 from __future__ import annotations
 
-import functools
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -158,76 +155,3 @@ def _same(given: Any, asked: Any) -> bool:
         return type(given) is type(asked) and bool(given == asked)
     except (TypeError, ValueError, RuntimeError):  # an array's, which is many answers
         return False
-
-
-# -------------------------------------------------------------------------------------------------
-# Functions of others whose calls are known while they run: those inside are not told who calls
-# them.
-
-
-class Noted:
-    """A function whose calls are known. As long as somebody lives who asks, ours stands in its place.
-
-    Args:
-        where, name: the module or class that has it.
-    """
-
-    def __init__(self, where: Any, name: str) -> None:
-        self._where, self._name = where, name
-        self._askers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._running: dict[int, list[Any]] = {}
-        """By thread, the innermost last."""
-        self._plain: Any = None
-        self._lock = threading.RLock()
-
-    def innermost(self) -> Any:
-        """What the call on this thread was given; None where there is none."""
-        own = self._running.get(threading.get_ident())
-        return own[-1] if own else None
-
-    def watch(self, asker: Any) -> None:
-        """Calls are known as long as this lives."""
-        with self._lock:
-            if asker not in self._askers:
-                self._askers.add(asker)
-                weakref.finalize(asker, self._rest).atexit = False
-            if self._plain is None:
-                self._plain = plain = getattr(self._where, self._name)
-                setattr(self._where, self._name, self._heard(plain))
-
-    def forget(self, asker: Any) -> None:
-        """It asks no more."""
-        self._askers.discard(asker)
-        self._rest()
-
-    def _rest(self) -> None:
-        """Somebody is gone. What others have put around ours meanwhile stays."""
-        with self._lock:
-            now = getattr(self._where, self._name)
-            ours = getattr(now, "__wrapped__", None) is self._plain
-            if self._plain is not None and ours and not [*self._askers]:
-                setattr(self._where, self._name, self._plain)
-                self._plain = None
-
-    def _heard(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def heard(*args: Any, **kwargs: Any) -> Any:
-            return self._called(plain, *args, **kwargs)
-
-        heard._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return heard
-
-    def _called(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._noting(args):
-            return plain(*args, **kwargs)
-
-    @contextmanager
-    def _noting(self, call: Any) -> Iterator[None]:
-        thread = threading.get_ident()
-        self._running.setdefault(thread, []).append(call)
-        try:
-            yield
-        finally:
-            self._running[thread].pop()
-            if not self._running[thread]:
-                del self._running[thread]

@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-from fastclip.core.overrides import Noted
+from fastclip.core.noted import Noted
 
 __all__ = [
     "CheckpointFunction",  # reentrant checkpoints: its `apply` runs the part without a graph
