@@ -82,7 +82,7 @@ def _other_order(patch: Patch) -> None:
     patch.setattr(
         LinearRecord, "clipped_sum", lambda self, scale: ops.scaled_sum(self.a, self.g, scale)
     )
-    patch.setattr(ops, "product_slack", lambda a, g, taps=1: a.new_zeros(len(a)))
+    patch.setattr(ops, "product_margin", lambda a, g, taps=1: a.new_zeros(len(a)))
 
 
 def _nothing_raised(patch: Patch) -> None:
