@@ -190,15 +190,20 @@ class Kind:
         """How constants lie alongside samples, if they do."""
         if self.name in _TOGETHER:
             return "together"
-        if self.pointwise:
+        if self.pointwise or self.name in _ENTRIES:
             return "pointwise" if self.name not in ("fill", "zero") else ""
         if self.name in _STACKED:
             return "stacked"
         return "gradient" if self.name.endswith("_backward") else ""
 
 
-_STACKED = frozenset({"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"})
-"""Products whose first axis holds one matrix for each entry."""
+_STACKED = frozenset((
+    "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "_linalg_solve_ex",
+    "linalg_solve_triangular", "linalg_lu_solve", "cholesky_solve", "triangular_solve",
+))  # fmt: skip
+"""Products and solutions whose first axis holds one matrix for each entry."""
+_ENTRIES = frozenset(("polar", "complex", "linalg_cross", "searchsorted"))
+"""Entry by entry, or row by row, though torch does not tag them as pointwise."""
 _TOGETHER = frozenset((
     "cat", "stack", "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy",
     "index_fill", "slice_scatter", "select_scatter", "masked_scatter", "copy", "block_diag",
