@@ -178,8 +178,8 @@ def p_values_of_draws(
 ) -> dict[str, float]:
     """Of what is most unlike the law, by what is looked at.
 
-    Whole: rows come once at the most, and all of a unit; at q = 1 all come. Sizes: of all draws
-    together Binomial(N T, q), and no more and no less unlike each other than Binomial(N, q) are; of
+    Whole: rows come once at the most, and all of a unit; at q = 1 all come, at q = 0 none. Sizes: of
+    all draws together Binomial(N T, q), and no more and no less unlike each other than Binomial(N, q) are; of
     draws that are cut none is above the largest, as many reach it and others are as large as by chance.
     Rows: at any distance in the data set they are drawn together as often as by chance. Steps: any two
     have as many rows of one rate in common as draws of their sizes (hypergeometric).
@@ -189,12 +189,16 @@ def p_values_of_draws(
         rates: that are accounted, [steps]. weights: factors of them, [rows]; None: all are 1.
     """
     whole = bool(((draws == 0) | (draws == 1)).all())
-    if all(rate == 1 for rate in rates) and weights is None:
-        return {"whole": float(whole and bool((draws == 1).all()))}
     came = draws.numpy() == 1
-    steps, n = came.shape
-    factors = np.ones(n) if weights is None else weights.numpy()
+    factors = np.ones(came.shape[1]) if weights is None else weights.numpy()
     q = np.asarray([probability(rate) for rate in rates])[:, None] * factors
+    sure = (q == 0) | (q == 1)  # there is no chance in these
+    whole = whole and bool((came == q)[sure].all())
+    by_chance = ~sure.all(0)
+    if not by_chance.any():
+        return {"whole": float(whole)}
+    came, q, factors = came[:, by_chance], q[:, by_chance], factors[by_chance]
+    steps, n = came.shape
     sizes = came.sum(1)
     cut = [rate for rate in rates if isinstance(rate, TruncatedPoisson)]
     if cut:
@@ -205,10 +209,11 @@ def p_values_of_draws(
     else:
         alike = _sizes(sizes, q)
     classes = [came[:, factors == factor] for factor in np.unique(factors)]
+    rate = float(q.mean(1).min())
     return {
         "whole": float(whole),
         "sizes": alike,
-        "rows": _rows((came - q) / np.sqrt(q * (1 - q)), float(q.mean(1).min())),
+        "rows": _rows((came - q) / np.sqrt(np.where(q * (1 - q) > 0, q * (1 - q), 1)), rate),
         "steps": shared(map(_steps, classes)),
     }
 

@@ -44,6 +44,22 @@ def _cut(rng: np.random.Generator, most: int = 1000) -> np.ndarray:
     return np.stack([np.isin(np.arange(5000), rows) for rows in drawn])
 
 
+def test_rows_that_never_come() -> None:
+    """Those of weight 0 are left out of the law of chance; one that comes refutes it."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.ones(400, dtype=torch.float64)
+    weights[::4] = 0
+    came = (torch.rand(400, 400, generator=generator) < 0.2 * weights).double()
+    found = laws.p_values_of_draws(came, [0.2] * 400, weights)
+    assert found["whole"] == 1
+    assert found["rows"] > 1e-3
+    alike = came.clone()
+    alike[:, 1::4] = alike[:, 2::4]  # rows that come together
+    assert laws.p_values_of_draws(alike, [0.2] * 400, weights)["rows"] < 1e-6
+    came[3, 0] = 1
+    assert laws.p_values_of_draws(came, [0.2] * 400, weights)["whole"] == 0
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["one rate", "several rates", "cut"])
 def test_p_values_of_draws_are_uniform_or_larger(kind: str) -> None:
