@@ -178,11 +178,12 @@ def p_values_of_draws(
 ) -> dict[str, float]:
     """Of what is most unlike the law, by what is looked at.
 
-    Whole: rows come once at the most, and all of a unit; at q = 1 all come, at q = 0 none. Sizes: of
-    all draws together Binomial(N T, q), and no more and no less unlike each other than Binomial(N, q) are; of
-    draws that are cut none is above the largest, as many reach it and others are as large as by chance.
-    Rows: at any distance in the data set they are drawn together as often as by chance. Steps: any two
-    have as many rows of one rate in common as draws of their sizes (hypergeometric).
+    Whole: rows come once at the most, and all of a unit; at q = 1 all come, at q = 0 none. Sizes:
+    of all draws together Binomial(N T, q), and no more and no less unlike each other than
+    Binomial(N, q) are; of draws that are cut none is above the largest, as many reach it and others
+    are as large as by chance. Rows: at any distance in the data set they are drawn together as
+    often as by chance. Steps: any two have as many rows of one rate in common as draws of their
+    sizes (hypergeometric).
 
     Args:
         draws: shares of each row, or unit, that came, [steps, rows].
