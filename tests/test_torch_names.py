@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastclip.core import compiler, opacus_names, overrides, torch_names
+from fastclip.core import compiler, noted, opacus_names, torch_names
 from fastclip.distributed.shards import Shards
 from tests.refusal import refused
 
@@ -478,7 +478,7 @@ def test_iterators_of_loaders(workers: int) -> None:
 
     rows: Any = Rows()
     before = torch_names.LoaderIterator._next_index
-    calls = overrides.Noted(torch_names.LoaderIterator, "_next_index")
+    calls = noted.Noted(torch_names.LoaderIterator, "_next_index")
     calls.watch(owner := Owner())
     reader = iter(DataLoader(range(4), batch_sampler=rows, num_workers=workers))
     assert isinstance(reader, torch_names.LoaderIterator)
