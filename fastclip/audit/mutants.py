@@ -470,7 +470,8 @@ MUTANTS = (
     Mutant("norm of one parameter", FOUR,
            scales(lambda s, n, c, q: c / torch.maximum(q[-1].sqrt(), c))),
     Mutant("norms of tied uses added in squares", TIED,
-           scales(lambda s, n, c, q: c / torch.maximum((q[0] + q[1] / 2).sqrt(), c))),
+           # the tied weight's norm is the larger one; parameters come in any order
+           scales(lambda s, n, c, q: c / torch.maximum((q.amin(0) + q.amax(0) / 2).sqrt(), c))),
     Mutant("averaged before clipping", FOUR, scales(_averaged)),
     Mutant("last row of a physical batch as it is", PHYSICAL, scales(_last_as_it_is)),
     Mutant("scales of the row before", FOUR, scales(lambda s, n, c, q: s.roll(1, -1))),
