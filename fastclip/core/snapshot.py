@@ -69,16 +69,13 @@ class Snapshot:
 
     def __init__(self, facts: Iterable[Facts]) -> None:
         given = [column for column in facts if column.names is None or column.names]
-        self._columns = [(one, one.look(), one.read, one.of) for one in given]
+        self._columns = [(one, one.look()) for one in given]
 
     def _others(self) -> Iterator[tuple[Facts, list[Any], list[Any]]]:
         """Columns in which other objects, or values, are read than before."""
-        for column, before, read, of in self._columns:
-            try:
-                now = [*read()]
-            except LookupError:
-                now = []
-            if of is None:
+        for column, before in self._columns:
+            now = column.look()
+            if column.of is None:
                 same = before == now
             else:
                 same = len(before) == len(now) and all(map(is_, before, now))
@@ -96,9 +93,10 @@ class Snapshot:
     def values(self) -> dict[Hashable, list[Any]]:
         """By name, what counts of what was read."""
         found: dict[Hashable, list[Any]] = {}
-        for (names, *_), seen, _, of in self._columns:
-            for name, x in zip(seen if names is None else names, seen, strict=False):
-                found.setdefault(name, []).append(x if of is None else of(x))
+        for column, seen in self._columns:
+            of = column.of or _itself
+            for name, x in zip(column.names or seen, seen, strict=False):
+                found.setdefault(name, []).append(of(x))
         return found
 
     def require(self, error: Callable[[str], FastclipError], said: str) -> None:
