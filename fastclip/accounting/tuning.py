@@ -21,7 +21,7 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 #
 # A search draws K once, secretly; makes K runs, each with hyperparameters drawn afresh from a fixed
 # distribution; and releases the best run only. What that costs is in Theorems 2 and 6 of Papernot &
-# Steinke 2022 (arXiv 2110.03620); `hpo.hpo_epsilon` says what they assume.
+# Steinke 2022 (arXiv 2110.03620); `hpo_epsilon` says what they assume.
 
 
 _MOST_LOG = 690.0  # exp(-690) is still a normal number, and so is its inverse

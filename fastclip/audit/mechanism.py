@@ -603,7 +603,7 @@ def audit_opacus(
     setting: Setting, *, canaries: int = MOST, delta: float = 1e-5, significance: float = 0.05,
     alarm: float = ALARM / MADE, mode: str = "hooks",
 ) -> Finding:  # fmt: skip
-    """As mechanism.audit, of opacus.PrivacyEngine in this grad_sample_mode."""
+    """As `audit`, of opacus.PrivacyEngine in this grad_sample_mode."""
     start = time.perf_counter()
     width = math.isqrt(min(canaries, MOST))
     inside = torch.rand(width**2, dtype=torch.float64, device="cpu") < 0.5
@@ -612,7 +612,7 @@ def audit_opacus(
 
 
 def attack_opacus(setting: Setting, inside: Tensor, delta: float, mode: str) -> Attacked:
-    """As attack.attack. Opacus takes q from the loader's length, and B from the data set's."""
+    """As `attack`. Opacus takes q from the loader's length, and B from the data set's."""
     model = Entries(math.isqrt(len(inside)))
     data = Canaries(inside, 1)
     batch = math.ceil(len(data) * setting.rate)

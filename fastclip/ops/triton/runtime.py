@@ -103,7 +103,6 @@ class Known(dict[Hashable, Value]):
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run on the CPU, in Triton's interpreter (set before triton is imported)."""
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-_LIMIT = 1 << 31
 Prune = Callable[..., list[triton.Config]]
 """(configs, arguments by name, **options) -> those that suit the arguments: `early_config_prune`."""
 
