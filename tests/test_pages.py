@@ -216,6 +216,10 @@ def counted_by_patient() -> Known:
     return known | {"patient_of_row": torch.arange(64) // 2}
 
 
+def by_patient() -> Known:
+    return plain() | {"patient_of_sample": (torch.arange(64) // 2).tolist()}
+
+
 MANAGER = {"BatchMemoryManager": BatchMemoryManager}
 RANKS = None  # two of them: tests/distributed/pages.py
 PRODUCTS = "tests/products"  # has a test of it, for where the packages are installed
@@ -234,6 +238,10 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
     "docs/counts.md": [counted, counted_by_patient, counted, plain],
     "docs/cuda_graphs.md": [private],
     "docs/distributed.md": [RANKS, RANKS],
+    "docs/errors.md": [
+        plain, plain, plain, plain, tokens, plain, private, private, private, private, plain, by_patient,
+        plain, private, private, checked_model,
+    ],
     "docs/federated.md": [federated, watched, dict],
     "docs/guarantee.md": [lambda: plain() | {"patient_of_row": torch.arange(64) // 2}],
     "docs/huggingface.md": [

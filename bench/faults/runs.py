@@ -169,7 +169,7 @@ class Run:
         self.optimizer.step()
 
     def recover(self) -> None:
-        """What docs/sharp_edges.md asks of a loop that goes on; in the fast mode zero_grad is enough."""
+        """What docs/errors.md ("Step order") asks for; in the fast mode zero_grad is enough."""
         if self.setup.physical is not None or self.setup.mode is not None:
             self.optimizer.discard_logical_batch()
 
