@@ -1,4 +1,4 @@
-"""One page of everything that was run: a section an experiment, the papers' numbers beside ours."""
+"""One page of everything that was run: one section per experiment, with the papers' numbers."""
 
 from __future__ import annotations
 
@@ -45,27 +45,30 @@ def _introduction(page: Page, frame: pd.DataFrame) -> None:
     seeds = frame.groupby(["experiment", "strategy", "epsilon"], dropna=False)["seed"].nunique()
     page.text(
         f"{frame['run'].nunique()} runs of {frame['experiment'].nunique()} experiments, "
-        f"{seeds.min()} to {seeds.max()} seeds each. A number is the mean of the seeds, brackets hold "
-        "its 95% bootstrap interval: seeds change the initial weights, the draws and the noise, and "
+        f"{seeds.min()} to {seeds.max()} seeds each. A number is the mean of the seeds. Brackets hold "
+        "its 95% bootstrap interval. Seeds change the initial weights, the sampling and the noise, and "
         "never the split."
     )
     page.note(
-        "seeds of these runs are published and noise follows from seeds, so nothing here is a private "
-        "release, whatever epsilon says; nor are the runs without privacy, which are compared with. "
-        "Marks say what could be published of a run whose noise nobody can repeat.", "caution",
+        "seeds of these runs are published, and noise follows from seeds. Nothing here is therefore a "
+        "private release, whatever epsilon is. Nor are the non-private runs used for comparison. Marks "
+        "show what could be published from a run if no one could repeat its noise.", "caution",
     )  # fmt: skip
     page.note(
         "thresholds, noise multipliers and epsilon follow from the private runs alone.", "private"
     )
     page.note(
-        "accuracies and losses are of test rows, which the training's epsilon does not cover; choosing "
-        "a strategy or a setting by them is a search that has a price of its own.", "held out",
+        "accuracies and losses are of test samples, which the training's epsilon does not cover. "
+        "Choosing a strategy or a setting by them is a search with its own privacy cost.", "held out",
     )  # fmt: skip
-    page.note("norms of gradients and shares of clipped rows are of training rows.", "not private")
+    page.note(
+        "norms of gradients and shares of clipped samples are of training samples.", "not private"
+    )
     made_up = list(dict.fromkeys(frame[frame["synthetic"].astype(bool)]["experiment"]))
     if made_up:
         page.note(
-            f"generated rows in: {', '.join(made_up)}. They say nothing of people.", "synthetic"
+            f"generated samples in: {', '.join(made_up)}. They say nothing about people.",
+            "synthetic",
         )
 
 
@@ -76,11 +79,12 @@ def _claims(page: Page, frame: pd.DataFrame) -> None:
     page.heading("The papers' claims")
     page.text(
         "A claim holds in an experiment at a budget if the 95% interval of the paired difference of "
-        "the seeds lies on the claimed side of 0 and p is at most 1/16, does not hold if it lies on the "
-        "other and p is as small, and is not decided else; fewer than five pairs decide nothing. p is "
-        "of Wilcoxon's signed-rank test: for five pairs 0.0625 where all of them lie on one side, which "
-        "happens by chance once in 16. Multiplied by the number of rows of the table (Bonferroni) "
-        "five pairs never reach p < 0.05, so one verdict alone proves little: look at how many agree."
+        "the seeds lies on the claimed side of 0 and p is at most 1/16. It does not hold if the "
+        "interval lies on the other side and p is as small. Otherwise it is not decided, and fewer "
+        "than five pairs decide nothing. p is from Wilcoxon's signed-rank test. For five pairs it is "
+        "0.0625 if all of them lie on one side, which happens by chance once in 16. Multiplied by the "
+        "number of lines of the table (Bonferroni), five pairs never reach p < 0.05. One verdict "
+        "alone therefore proves little. Compare how many agree."
     )
     judged = [verdict for verdict in verdicts if verdict.seeds]
     skipped = {verdict.claim.name for verdict in verdicts} - {one.claim.name for one in judged}
@@ -91,7 +95,9 @@ def _claims(page: Page, frame: pd.DataFrame) -> None:
             side = "above" if claim.better > 0 else "below"
             page.table(_verdicts(of), f"{claim.name} ({claim.paper}): difference {side} 0")
     if skipped or not judged:
-        page.text(f"Not judged, for want of runs: {', '.join(sorted(skipped)) or 'all claims'}.")
+        page.text(
+            f"Not judged, because runs are missing: {', '.join(sorted(skipped)) or 'all claims'}."
+        )
 
 
 def _summary(verdicts: list[claims.Verdict]) -> pd.DataFrame:
@@ -125,12 +131,12 @@ def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any
     synthetic = bool(frame["synthetic"].iloc[0])
     page.heading(f"{name}: {about.get('title', name)}" + " (synthetic data)" * synthetic)
     if synthetic:
-        page.note("every number of this section comes from generated rows.", "synthetic")
+        page.note("every number of this section comes from generated samples.", "synthetic")
     page.text(f"Settings: {about.get('paper', 'not recorded')}. {_settings(about.get('settings'))}")
     if about.get("notes"):
         page.items(about["notes"])
     page.table(
-        tables.overall(frame), f"{name}: on test rows; loss gaps are of mean losses of a row"
+        tables.overall(frame), f"{name}: on test samples; loss gaps are of mean losses per sample"
     )
     budgets = sorted(e for e in frame["epsilon"].dropna().unique())
     if not budgets:
@@ -146,7 +152,7 @@ def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any
         page.figure(
             figures.groups(frame, attribute, budgets),
             f"{name}: accuracy by {attribute}; thin lines are 95% intervals",
-            f"Dots of the accuracy of each group of {attribute}, a row for each strategy.",
+            f"Dots of the accuracy of each group of {attribute}, one line per strategy.",
         )
         page.table(tables.by_group(frame, attribute), f"{name}: accuracy by {attribute}")
     moving = figures.thresholds(frame, shown)
@@ -164,17 +170,19 @@ def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any
         )
         page.figure(
             figures.clipped(frame, attribute, shown),
-            f"{name}: share of rows clipped, by {attribute}, at epsilon {shown:g}",
+            f"{name}: share of samples clipped, by {attribute}, at epsilon {shown:g}",
             f"Dots of the share of each group of {attribute} that was clipped, early and late.",
         )
     if frame["seed"].nunique() > 1:
         page.table(
             tables.comparisons(frame),
-            f"{name}: loss gaps beside dp_sgd and adaptive, pairs of seed and attribute",
+            f"{name}: loss gaps compared with dp_sgd and adaptive, pairs of seed and attribute",
         )
     numbers = beside(frame, name)
     if len(numbers):
-        summed = "; losses are of 256 rows" * bool(numbers["measure"].str.startswith("loss").any())
+        summed = "; losses are of 256 samples" * bool(
+            numbers["measure"].str.startswith("loss").any()
+        )
         page.table(numbers, f"{name}: the paper's numbers, and ours at the nearest budget{summed}")
 
 
@@ -185,8 +193,8 @@ def _settings(told: dict[str, Any] | None) -> str:
     of = told["private"]
     return (
         f"{of['optimizer']}, learning rate {of['lr']:.3g}, {of['epochs']} epochs of {of['batch_size']} "
-        f"rows a batch, {of['steps']} steps; C_0 {told['max_grad_norm']:g}, delta {told['delta']:g}; "
-        f"{told['model'].split(',')[0]}."
+        f"samples per batch, {of['steps']} steps; C_0 {told['max_grad_norm']:g}, "
+        f"delta {told['delta']:g}; {told['model'].split(',')[0]}."
     )
 
 
@@ -200,8 +208,8 @@ def _attributes(frame: pd.DataFrame) -> list[str]:
 def _origin(page: Page, about: dict[str, Any]) -> None:
     page.heading("Where this comes from")
     page.text(
-        f"Runs named {NON_PRIVATE} have neither clipping nor noise. Splits are fixed; their SHA-256 "
-        "sums are in about.json, every measured value is in results.csv.gz."
+        f"Runs named {NON_PRIVATE} have neither clipping nor noise. Splits are fixed. Their SHA-256 "
+        "sums are in about.json. Every measured value is in results.csv.gz."
     )
     page.items([
         f"{name}: {made['command']} ({made['machine']['processor']}, {made['machine']['cores']} cores, "

@@ -22,11 +22,11 @@ def test_the_table_is_whole() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    """A state, `refused` for what raises, in the order of events."""
+    """A state, `error` for what raises, in the order of events."""
     rows = re.findall(r"^\| \*\*([A-Z]+)\*\*[^|]*\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
     shown = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
     expected = {
-        state.name: ["refused" if isinstance(x, Refusal) else x.name for x in row.values()]
+        state.name: ["error" if isinstance(x, Refusal) else x.name for x in row.values()]
         for state, row in TABLE.items()
     }
     assert shown == expected

@@ -22,7 +22,8 @@ ABOUT = About(
     version="4d0ebc84",
     kind="vision",
     runs="the network of mnist, 2 processes on the CPU, 4,000 images of 28 x 28, batch 200, 3 epochs",
-    note="the step is that of rank 0, the run is the whole command, with the start of both processes",
+    note="the step is that of rank 0. The run is the whole command, including the start of "
+    "both processes",
 )
 
 

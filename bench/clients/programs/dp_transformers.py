@@ -22,10 +22,9 @@ ABOUT = About(
     version="dp-transformers",
     kind="text",
     runs="GPT-2 of 2 layers of 128, 400 posts of 64 tokens, batch 16 x 2, 40 steps",
-    note="1.0.0 does not run with transformers 5 (`Conv1D` has moved, `training_step` takes no "
-    "`num_items_in_batch`, "
-    "Accelerate wraps the optimizer), with either engine: four overrides mend it. Posts of one "
-    "length, as above",
+    note="1.0.0 does not run with transformers 5, with either engine. `Conv1D` has moved, "
+    "`training_step` has no `num_items_in_batch`, and Accelerate wraps the optimizer. "
+    "Four overrides fix this. Posts have one length, as above",
 )
 
 

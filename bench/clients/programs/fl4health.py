@@ -17,8 +17,8 @@ ABOUT = About(
     title="FL4Health, InstanceLevelDpClient",
     version="ce141b95",
     kind="vision",
-    runs="a client: its network with a BatchNorm that is replaced, 2,048 images of 3 x 32 x 32, "
-    "batch 64, 3 rounds of an epoch",
+    runs="a client: its network with its BatchNorm replaced, 2,048 images of 3 x 32 x 32, "
+    "batch 64, 3 rounds of one epoch",
     note="a script of the same calls: fl4health 0.4.2 cannot be installed here (its wheels ask "
     "for another Python)",
 )

@@ -22,10 +22,10 @@ ABOUT = About(
     title="Flower, examples/opacus",
     version="flwr",
     kind="vision",
-    runs="its network of 62 k parameters, 2 clients of 1,024 images of 3 x 32 x 32, batch 32, 3 "
-    "rounds, an engine a round",
-    note="messages, ClientApp and FedAvg are Flower's; the clients run in the server's process, "
-    "not in Ray's; images are generated",
+    runs="its network of 62 k parameters, 2 clients of 1,024 images of 3 x 32 x 32, batch 32, "
+    "3 rounds, one engine per round",
+    note="messages, ClientApp and FedAvg are Flower's. The clients run in the server's "
+    "process, not in Ray's. Images are generated",
 )
 CLIENTS = 2
 app = ClientApp()

@@ -20,9 +20,9 @@ ABOUT = About(
     runs="ResNet-18 of a quarter of the width, its BatchNorm replaced by ModuleValidator, 256 "
     "images of 3 x 32 x 32, "
     "batch 64 in parts of 16, 4 epochs, epsilon 50",
-    note="ReLU is not in place in either: as it is written, Opacus raises (in-place change after "
-    "its hooks), fastclip "
-    "trains. The network is written here: torchvision's wheel does not load beside torch's CPU build",
+    note="ReLU is not in place, in either. As written, Opacus raises an error (an in-place "
+    "change after its hooks), and fastclip trains. The network is written here, because "
+    "torchvision's wheel does not load with torch's CPU build",
 )
 
 

@@ -18,9 +18,9 @@ ABOUT = About(
     kind="text",
     runs="28,996 words of 16 numbers, 2,048 reviews of 40 to 256 words, batch 64, 2 epochs, "
     "`poisson_sampling=False`",
-    note="epsilon is that of shuffled batches of a fixed size, which Opacus accounts as if they "
-    "were Poisson; "
-    "words are numbers: the original's tokenizer and reviews come from a hub",
+    note="the batches are shuffled and of a fixed size. Opacus accounts them as if they were "
+    "Poisson-sampled. Words are numbers, because the original's tokenizer and reviews "
+    "come from a hub",
 )
 
 

@@ -17,7 +17,8 @@ ABOUT = About(
     runs="`train` of MOSTLY_AI/Small on 5,000 rows of 9 columns, flexible order of columns, "
     "batch 256, 4 epochs; "
     "`generate` of 200 rows",
-    note="installed without its pins of torchaudio, torchvision and psutil, which nothing here uses",
+    note="installed without its pins of torchaudio, torchvision and psutil, which nothing here "
+    "uses",
 )
 PRIVACY = {"max_epsilon": 100.0, "noise_multiplier": 1.5, "max_grad_norm": 1.0, "delta": 1e-5}
 

@@ -17,8 +17,8 @@ ABOUT = About(
     "columns, batch 256, 3 epochs; "
     "`generate`",
     note="each person's loss is divided by the number of rows of the whole batch "
-    "(`_calculate_sample_losses`), so what one contributes depends on the others: Opacus trains and "
-    "states an epsilon that this loss does not have",
+    "(`_calculate_sample_losses`). What one person contributes depends on the others. "
+    "Opacus trains and states an epsilon that this loss does not have",
 )
 
 

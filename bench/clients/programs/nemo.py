@@ -17,11 +17,11 @@ ABOUT = About(
     kind="text",
     runs="LoRA of rank 8 on a Llama of 4 layers of 128, 400 records of 200 people, 64 tokens "
     "each, batch 16 x 2, Poisson, 40 steps, its own accountant, the adapter saved",
-    note="the whole run: in the first step fastclip runs the model six times, traced, to see where "
-    "samples are. Records of one length: those of "
-    "unlike lengths are refused, since the model's loss is a mean over the batch's tokens. "
-    "Installed without its engine's pins (vllm, bitsandbytes); `secure_mode=False`, since that of "
-    "Opacus needs torchcsprng",
+    note="the whole run: in the first step fastclip runs the model six times, traced, to "
+    "locate the samples. Records have one length. Different lengths raise an error, "
+    "because the model's loss is a mean over the batch's tokens. Installed without its "
+    "engine's pins (vllm, bitsandbytes). `secure_mode=False`, because Opacus' secure mode "
+    "needs torchcsprng",
 )
 WORDS, LENGTH = 1000, 64
 

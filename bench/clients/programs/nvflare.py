@@ -16,8 +16,8 @@ ABOUT = About(
     kind="tabular",
     runs="a client: 29 numbers of 4,096 transactions, MLP of 64 and 32, batch 64, 3 rounds of an "
     "epoch, epsilon 1",
-    note="both find the noise for epsilon 1; the server's rounds are a loop: what arrives is "
-    "what was sent",
+    note="both find the noise for epsilon 1. The server's rounds are a loop, in which clients "
+    "receive what was sent",
 )
 
 

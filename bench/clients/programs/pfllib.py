@@ -18,8 +18,8 @@ ABOUT = About(
     kind="vision",
     runs="2 clients, FedAvg's network of 582 k parameters, 512 images of 28 x 28 each, batch 16, "
     "3 rounds of an epoch",
-    note="the feature was taken out in June 2024; ReLU is not in place in either, with which "
-    "Opacus raises",
+    note="the feature was removed in June 2024. ReLU is not in place, in either, because "
+    "Opacus raises an error with it",
 )
 
 

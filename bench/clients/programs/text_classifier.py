@@ -18,7 +18,8 @@ ABOUT = About(
     runs="transformers' BERT of 4 layers of 256, last layer, pooler and head trained, 256 pairs "
     "of 128 tokens, "
     "batch 32 in parts of 8, 3 epochs, epsilon 7.5",
-    note="a small BERT from its configuration, tokens as numbers: weights and data come from a hub",
+    note="a small BERT from its configuration, with numbers as tokens. The original's weights "
+    "and data come from a hub",
 )
 WORDS, LENGTH = 4000, 128
 

@@ -20,9 +20,10 @@ ABOUT = About(
     version="trl",
     kind="text",
     runs="LoRA of rank 8 on the Llama of NeMo's line, 400 texts of 64 tokens, batch 32, 20 steps",
-    note="the whole run: TRL's loss computes its own gradients, which no trace of the forward shows, "
-    "so fastclip compares values in the first step, in 25 traced runs. "
-    "GradSampleModule and DPOptimizer are put around what the trainer has made; the loss is TRL's",
+    note="the whole run: TRL's loss computes its own gradients, which a trace of the forward "
+    "pass does not show. fastclip therefore compares values in the first step, in 25 "
+    "traced runs. GradSampleModule and DPOptimizer wrap what the trainer has made. The "
+    "loss is TRL's",
 )
 
 
