@@ -1,1 +1,1 @@
-"""Short scripts to copy from; run them from the repository root."""
+"""Short scripts to copy from. Run them from the repository root."""

@@ -1,18 +1,18 @@
 """A frozen clinical transformer with a trained head: `python -m examples.clinicalbert [--folder F]`.
 
-The setting of the SoftAdaClip paper: a frozen encoder, notes of up to 512 tokens, large logical batches
-cut into physical ones, clipping that adapts softly. Only the head is trained: the encoder is not
-intercepted, keeps no activations, and comes out bit for bit as it went in.
+This is the setting of the SoftAdaClip paper: a frozen encoder, notes of up to 512 tokens, large logical
+batches split into physical ones, and soft adaptive clipping. Only the head is trained. The encoder is
+not intercepted, keeps no activations, and is unchanged bit for bit.
 
-The privacy unit is the patient: all notes of a patient are drawn, clipped and protected as one, at most
-16 of them a step. q and B are public: they follow from about how many patients there are (--patients, a
-number that was fixed before anyone counted), not from the data.
+The privacy unit is the patient. All notes of a patient are drawn, clipped and protected as one, at most
+16 of them per step. q and B are public. They follow from the approximate number of patients
+(--patients, fixed before anyone counted), not from the data.
 
-F holds what is yours and never leaves the machine:
+F holds your own files, which never leave the machine:
     config.json, model.safetensors, tokenizer files    such as a download of ClinicalBERT
-    notes.csv    columns text, label (0, 1, ...), group (0, 1, ...), patient (any name), one row a note
+    notes.csv    one line per note: text, label (0, 1, ...), group (0, 1, ...), patient (any name)
 
-Without --folder a tiny encoder with random weights reads made-up notes, in seconds.
+Without --folder, a tiny encoder with random weights reads made-up notes, in seconds.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from fastclip.integrations.huggingface import PrivacyArguments, PrivateTrainer
 
 Notes = list[dict]
 BATCH_SIZE, LONGEST, MOST_NOTES = 250, 512, 16
-"""Patients of a step, tokens of a note, notes of a patient in a step."""
+"""Patients per step, tokens per note, notes per patient and step."""
 TINY_TOKENS, TINY_VOCABULARY, TINY_PATIENTS, TINY_NOTES = 24, 200, 1200, 4
-CLS = 1  # what a tokenizer puts in front, and the classifier looks at
+CLS = 1  # the first token, which the classifier reads
 HELD_OUT = 5  # every fifth patient
 
 
 def made_up_notes(patients: int = TINY_PATIENTS) -> Notes:
-    """Notes whose words lean towards their label; a tenth of the patients writes in other words.
+    """Notes with words that depend on their label; a tenth of the patients uses other words.
 
-    A patient has 1 to 4 notes, all of one label.
+    A patient has 1 to 4 notes, all with one label.
     """
     generator = torch.Generator().manual_seed(0)
     notes = []
@@ -66,7 +66,7 @@ def made_up_notes(patients: int = TINY_PATIENTS) -> Notes:
 
 
 def split(notes: Notes) -> tuple[Notes, Notes]:
-    """Notes to train on, and to test on; no patient has notes in both."""
+    """Training notes and test notes; no patient has notes in both."""
     number: dict[str, int] = {}
     for note in notes:
         number.setdefault(note["patient"], len(number))
@@ -88,7 +88,7 @@ def made_up_model() -> PreTrainedModel:
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, Notes]:
-    """The model and the notes of a folder; nothing is downloaded."""
+    """The model and the notes of a folder. Nothing is downloaded."""
     with open(folder / "notes.csv", newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -107,15 +107,15 @@ def load(folder: Path) -> tuple[PreTrainedModel, Notes]:
     return model, notes
 
 
-def pad(drawn: Notes) -> dict[str, torch.Tensor]:
-    """To the longest note of the physical batch; the mask keeps padding out of attention."""
-    longest = max(len(note["input_ids"]) for note in drawn)
-    lengths = torch.tensor([[len(note["input_ids"])] for note in drawn])
-    ids = [note["input_ids"] + [0] * (longest - len(note["input_ids"])) for note in drawn]
+def pad(batch: Notes) -> dict[str, torch.Tensor]:
+    """Pad to the longest note of the physical batch; the mask excludes padding from attention."""
+    longest = max(len(note["input_ids"]) for note in batch)
+    lengths = torch.tensor([[len(note["input_ids"])] for note in batch])
+    ids = [note["input_ids"] + [0] * (longest - len(note["input_ids"])) for note in batch]
     return {
         "input_ids": torch.tensor(ids),  # [b, t]
         "attention_mask": (torch.arange(longest) < lengths).long(),
-        "labels": torch.tensor([note["label"] for note in drawn]),
+        "labels": torch.tensor([note["label"] for note in batch]),
     }
 
 
@@ -123,8 +123,8 @@ def train(model: PreTrainedModel, notes: Notes, folder: str, **options: float) -
     """Train the head privately.
 
     Args:
-        options: physical (notes of a physical batch, at least 16), epochs, epsilon, patients (about how
-            many there are to train on).
+        options: physical (notes per physical batch, at least 16), epochs, epsilon, patients (approximate
+            number of training patients).
     """
     physical, (training, _) = int(options["physical"]), split(notes)
     trainer = PrivateTrainer(
@@ -159,7 +159,7 @@ def train(model: PreTrainedModel, notes: Notes, folder: str, **options: float) -
 
 
 def accuracy_by_group(trainer: PrivateTrainer, notes: Notes) -> dict[int, float]:
-    """Of the held-out notes. It looks at raw data: not private."""
+    """Accuracy on the held-out notes, by group. It reads raw data and is not private."""
     _, held_out = split(notes)
     right = trainer.predict(held_out).predictions.argmax(1) == [note["label"] for note in held_out]
     groups = torch.tensor([note["group"] for note in held_out])
@@ -170,14 +170,12 @@ def accuracy_by_group(trainer: PrivateTrainer, notes: Notes) -> dict[int, float]
 
 
 def main() -> None:
-    """Train, and say what was spent and how each group fares."""
+    """Train, then print the privacy spent and each group's accuracy."""
     parser = argparse.ArgumentParser(prog="python -m examples.clinicalbert", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--folder", type=Path, help="your model and notes; made up without it")
+    parser.add_argument("--folder", type=Path, help="your model and notes; made up if omitted")
     parser.add_argument("--physical", type=int, default=50, help="notes at once, at least 16")
-    parser.add_argument(
-        "--patients", type=int, default=1000, help="about how many, a public number"
-    )
+    parser.add_argument("--patients", type=int, default=1000, help="approximate number, public")
     parser.add_argument("--epochs", type=float, default=10)
     parser.add_argument("--epsilon", type=float, default=3.0)
     options = parser.parse_args()

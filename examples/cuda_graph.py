@@ -1,6 +1,6 @@
 """Private training as CUDA graphs, with Poisson sampling: `python -m examples.cuda_graph`.
 
-On a CPU the same script runs without graphs. docs/cuda_graphs.md says what is in them.
+On a CPU, the same script runs without graphs. docs/cuda_graphs.md describes what a graph contains.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tqdm import tqdm
 from fastclip import FastPrivacyEngine
 
 SAMPLES, BATCH, FEATURES, CLASSES = 4096, 256, 64, 10
-ROWS = 320
-"""Run at once: the expected batch and four standard deviations of its size, 256 + 4 * 16."""
+PHYSICAL = 320
+"""Samples per run: the expected batch and four standard deviations of its size, 256 + 4 * 16."""
 
 
 def data() -> TensorDataset:
-    """A linear rule."""
+    """Data with labels by a linear rule."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, FEATURES, generator=generator)
     rule = torch.randn(FEATURES, CLASSES, generator=generator)
@@ -26,12 +26,12 @@ def data() -> TensorDataset:
 
 
 def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of each row: the step averages them."""
+    """The loss of each sample, [b]. The step averages them."""
     return nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
 def train(steps: int = 200) -> list[float]:
-    """Train; returns the losses."""
+    """Train, and return the losses."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, CLASSES)).to(device)
@@ -43,7 +43,7 @@ def train(steps: int = 200) -> list[float]:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
-    step = engine.make_step(model, losses, physical_batch=ROWS, cuda_graph=True)
+    step = engine.make_step(model, losses, physical_batch=PHYSICAL, cuda_graph=True)
     found: list[Tensor] = []
     with tqdm(total=steps, unit="step") as progress:
         while len(found) < steps:

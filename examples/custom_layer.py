@@ -1,9 +1,9 @@
 """A layer of your own with an exact per-sample rule: `python -m examples.custom_layer`.
 
-Without a rule such a layer is exact, too: the product that its parameter enters is followed by itself.
-A rule is for what nothing can follow (an autograd Function, a kernel), or for what is cheaper done for
-the layer as a whole. It says what to save, returns the input's gradient, and records what each
-sample contributes to each parameter. `check_rule` compares it with autograd before it is trusted.
+Without a rule, such a layer is also exact, because fastclip follows the product that its parameter
+enters. Write a rule if nothing can be followed (an autograd Function, a kernel), or if the layer as a
+whole can be computed more cheaply. A rule states what to save, returns the input's gradient, and records
+each sample's contribution to each parameter. `check_rule` compares it with autograd before you use it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ScaleRule(LayerRule):
     def backward(self, call: Any) -> Tensor | None:
         x, gamma = call.saved
         if call.wants("gamma"):
-            product = call.samples(call.g * x)  # [b, ..., d], samples first wherever they lie
-            positions = product.unsqueeze(1).flatten(1, -2)  # [b, t, d], of an empty batch too
+            product = call.samples(call.g * x)  # [b, ..., d], samples first
+            positions = product.unsqueeze(1).flatten(1, -2)  # [b, t, d], for an empty batch, too
             call.record("gamma", KeptRecord(positions.sum(1)))
         return call.g * gamma if call.needs_input_grad else None
 
 
 def main() -> None:
-    """Check the rule, train a model that holds the layer, and show how the engine treats it."""
+    """Check the rule, train a model with the layer, and print how the engine treats it."""
     torch.manual_seed(0)
     check = check_rule(Scale(8), torch.randn(4, 5, 8))
     print(check)

@@ -24,7 +24,7 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")  # splits snake_case a
 
 
 def digits() -> tuple[TensorDataset, TensorDataset, list[str]]:
-    """scikit-learn's digits: 1,797 grey images of 8x8 pixels, ten classes.
+    """scikit-learn's digits: 1,797 gray images of 8x8 pixels, ten classes.
 
     Returns:
         Training set and test set of (float32 [1, 8, 8], int64 []), and the class names.
@@ -36,22 +36,22 @@ def digits() -> tuple[TensorDataset, TensorDataset, list[str]]:
 
 
 def functions() -> tuple[TensorDataset, TensorDataset, list[str]]:
-    """Functions of Python's standard library, to be told apart by the package they come from.
+    """Functions of Python's standard library, to be classified by the package they come from.
 
     A sample is one function or method: name, docstring and code, cut after `TOKENS` words.
-    Packages missing from this Python are left out.
+    Packages that this Python lacks are left out.
 
     Returns:
         Training set and test set of (int64 [t], int64 []), and the class names.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     names = [name for name in PACKAGES if (library / name / "__init__.py").exists()]
-    rows, labels = [], []
+    samples, labels = [], []
     for label, name in enumerate(names):
         texts = sorted(_functions_of(library / name))
-        rows += [tokenize(text) for text in texts]
+        samples += [tokenize(text) for text in texts]
         labels += [label] * len(texts)
-    train, test = _split(torch.tensor(rows), torch.tensor(labels))
+    train, test = _split(torch.tensor(samples), torch.tensor(labels))
     return train, test, names
 
 
@@ -79,6 +79,6 @@ def _functions_of(package: Path) -> set[str]:
 
 
 def _split(x: torch.Tensor, y: torch.Tensor) -> tuple[TensorDataset, TensorDataset]:
-    """Four fifths to train on, one fifth to test on, stratified by label, always the same."""
+    """Four fifths for training, one fifth for testing, stratified by label, always the same split."""
     train, test = train_test_split(range(len(y)), test_size=0.2, random_state=0, stratify=y)
     return TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test])

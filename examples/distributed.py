@@ -1,8 +1,9 @@
 """Private training in several processes: `torchrun --nproc-per-node 2 -m examples.distributed`.
 
-A small BERT tells from which package of Python's standard library a function comes. With `--fsdp` each
-process holds a part of the model (fully_shard), else all of it (DistributedDataParallel). On GPUs each
-takes its own; docs/distributed.md says who draws what.
+A small BERT predicts from which package of Python's standard library a function comes. With `--fsdp`,
+each process holds a part of the model (fully_shard). Otherwise each holds all of it
+(DistributedDataParallel). On GPUs, each process uses its own. docs/distributed.md explains how the
+processes share the sampling.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastclip import FastPrivacyEngine
 
 
 def device_of_rank() -> torch.device:
-    """A GPU of this process' own, or the CPU."""
+    """The GPU of this process, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -32,7 +33,7 @@ def device_of_rank() -> torch.device:
 
 
 def accuracy(model: nn.Module, data: torch.utils.data.TensorDataset, device: torch.device) -> float:
-    """On rows that were not trained on."""
+    """Accuracy on samples that were not trained on."""
     tokens, labels = (x.to(device) for x in data.tensors)
     model.eval()
     with torch.no_grad():
@@ -41,9 +42,9 @@ def accuracy(model: nn.Module, data: torch.utils.data.TensorDataset, device: tor
     return right
 
 
-def on_ranks(model: TextClassifier, spread: bool) -> nn.Module:
-    """The model as several processes train it."""
-    if not spread:
+def on_ranks(model: TextClassifier, fsdp: bool) -> nn.Module:
+    """The model, wrapped or sharded for several processes."""
+    if not fsdp:
         return DistributedDataParallel(model)
     for layer in model.encoder.encoder.layer:
         fully_shard(layer)
@@ -51,7 +52,7 @@ def on_ranks(model: TextClassifier, spread: bool) -> nn.Module:
 
 
 def train(epochs: float, batch_size: int, checkpoint: str | None, fsdp: bool) -> float:
-    """Train on all ranks; a run that was killed goes on from its checkpoint. Returns the accuracy."""
+    """Train on all ranks; a killed run resumes from its checkpoint. Returns the accuracy."""
     torch.manual_seed(0)
     device = device_of_rank()
     train_set, test_set, names = functions()
@@ -93,11 +94,11 @@ def train(epochs: float, batch_size: int, checkpoint: str | None, fsdp: bool) ->
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """One rank."""
+    """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=float, default=5)
-    parser.add_argument("--batch-size", type=int, default=512, help="expected rows of all ranks")
-    parser.add_argument("--checkpoint", help="file to write, and to go on from")
+    parser.add_argument("--batch-size", type=int, default=512, help="expected samples of all ranks")
+    parser.add_argument("--checkpoint", help="file to write, and to resume from")
     parser.add_argument(
         "--fsdp", action="store_true", help="each process holds a part of the model"
     )

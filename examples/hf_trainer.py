@@ -1,7 +1,7 @@
 """transformers.Trainer with differential privacy: `python -m examples.hf_trainer`.
 
 A small ModernBERT learns which package of Python's standard library a function comes from. Compared with
-an ordinary Trainer, the class has another name and one argument more. Takes half a minute;
+a standard Trainer, the class has another name and one more argument. The script takes half a minute.
 --physical changes memory, not the result.
 """
 
@@ -27,26 +27,28 @@ from fastclip.integrations.huggingface import PrivacyArguments, PrivateTrainer
 BATCH_SIZE = 512
 
 
-def rows(data: TensorDataset) -> list[dict[str, list[int] | int]]:
-    """What a tokenizer would return: ids without padding, and the class."""
+def samples(data: TensorDataset) -> list[dict[str, list[int] | int]]:
+    """The output of a tokenizer: ids without padding, and the class."""
     tokens, labels = data.tensors
     return [
-        {"input_ids": row[row != PADDING].tolist(), "label": label}
-        for row, label in zip(tokens, labels.tolist(), strict=True)
+        {"input_ids": ids[ids != PADDING].tolist(), "label": label}
+        for ids, label in zip(tokens, labels.tolist(), strict=True)
     ]
 
 
-def pad(drawn: list[dict]) -> dict[str, torch.Tensor]:
-    """A data collator: to the longest row of the physical batch, with its mask."""
-    longest = max(len(row["input_ids"]) for row in drawn)
-    ids = [row["input_ids"] + [PADDING] * (longest - len(row["input_ids"])) for row in drawn]
+def pad(batch: list[dict]) -> dict[str, torch.Tensor]:
+    """A data collator that pads to the longest sample of the physical batch, with its mask."""
+    longest = max(len(sample["input_ids"]) for sample in batch)
+    ids = [
+        sample["input_ids"] + [PADDING] * (longest - len(sample["input_ids"])) for sample in batch
+    ]
     tokens = torch.tensor(ids)  # [b, t]
-    labels = torch.tensor([row["label"] for row in drawn])
+    labels = torch.tensor([sample["label"] for sample in batch])
     return {"input_ids": tokens, "attention_mask": (tokens != PADDING).long(), "labels": labels}
 
 
 def model(classes: int) -> ModernBertForSequenceClassification:
-    """Two layers, d = 64, from scratch; the mean over the words learns sooner than a [CLS] token."""
+    """Two layers, d = 64, from scratch. The mean over the words learns faster than a [CLS] token."""
     return ModernBertForSequenceClassification(
         ModernBertConfig(
             vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -58,12 +60,12 @@ def model(classes: int) -> ModernBertForSequenceClassification:
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Of the held-out rows; not private."""
+    """Accuracy on the held-out samples; not private."""
     return {"accuracy": float(np.mean(prediction.predictions.argmax(1) == prediction.label_ids))}
 
 
 def train(folder: str, epochs: float, physical: int) -> PrivateTrainer:
-    """Train privately; the trainer holds the log."""
+    """Train privately. The trainer holds the log."""
     train_set, test_set, classes = functions()
     torch.manual_seed(0)
     trainer = PrivateTrainer(
@@ -71,7 +73,7 @@ def train(folder: str, epochs: float, physical: int) -> PrivateTrainer:
         args=TrainingArguments(
             folder,
             per_device_train_batch_size=physical,
-            gradient_accumulation_steps=BATCH_SIZE // physical,  # the logical batch: 512 rows
+            gradient_accumulation_steps=BATCH_SIZE // physical,  # the logical batch: 512 samples
             per_device_eval_batch_size=256,
             num_train_epochs=epochs,
             learning_rate=1e-2,
@@ -81,8 +83,8 @@ def train(folder: str, epochs: float, physical: int) -> PrivateTrainer:
             report_to=[],
             dataloader_pin_memory=torch.cuda.is_available(),
         ),
-        train_dataset=rows(train_set),
-        eval_dataset=rows(test_set),
+        train_dataset=samples(train_set),
+        eval_dataset=samples(test_set),
         data_collator=pad,
         compute_metrics=accuracy,
         privacy=PrivacyArguments(
@@ -94,11 +96,11 @@ def train(folder: str, epochs: float, physical: int) -> PrivateTrainer:
 
 
 def main() -> None:
-    """Train, and say what was spent and what is kept of every layer."""
+    """Train, then print the privacy spent and what is kept of every layer."""
     parser = argparse.ArgumentParser(prog="python -m examples.hf_trainer", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--epochs", type=float, default=5)
-    parser.add_argument("--physical", type=int, default=128, help="rows of a physical batch")
+    parser.add_argument("--physical", type=int, default=128, help="samples of a physical batch")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "Secure RNG turned off")
     with tempfile.TemporaryDirectory() as folder:

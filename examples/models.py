@@ -1,4 +1,4 @@
-"""Two networks without BatchNorm, to copy: a ResNet of small images, and a classifier of short texts.
+"""Two networks without BatchNorm, to copy: a ResNet for small images, and a classifier for short texts.
 
 Index letters: b sample, c channel, h and w pixel, t position, d feature, k class.
 """
@@ -23,8 +23,8 @@ def group_norm(channels: int, groups: int, dtype: torch.dtype | None = None) -> 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut (He et al. 2016, figure 5 left), with GroupNorm.
 
-    `a + b` rather than `a += b`, and ReLU out of place: in-place operations on a layer's output
-    break backward hooks, and with them Opacus' hooks mode.
+    It uses `a + b` instead of `a += b`, and ReLU out of place. In-place operations on a layer's output
+    break backward hooks, and therefore Opacus' hooks mode.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class ResNet(nn.Module):
     """The CIFAR-style ResNet: 3x3 stem, no max-pool, each stage twice as wide as the last.
 
     Args:
-        blocks: number of blocks in each stage; every stage but the first halves h and w.
+        blocks: number of blocks in each stage; every stage except the first halves h and w.
         num_classes: number of outputs k.
         in_channels: channels of the image.
         width: channels of the first stage.
-        norm_groups: groups of every GroupNorm (fewer where it does not divide the channels).
+        norm_groups: groups of every GroupNorm (fewer if this does not divide the channels).
         dtype: of the parameters.
     """
 
@@ -106,7 +106,7 @@ def resnet18(
 ) -> ResNet:
     """ResNet-18 for small images: four stages of two blocks, `width` to 8 `width` channels.
 
-    With the defaults 11.2 M parameters; input [b, in_channels, h, w], output [b, num_classes].
+    With the defaults, it has 11.2 M parameters. Input [b, in_channels, h, w], output [b, num_classes].
     """
     return ResNet((2, 2, 2, 2), num_classes, in_channels, width, norm_groups, dtype)
 
@@ -114,7 +114,7 @@ def resnet18(
 class TextClassifier(nn.Module):
     """A small BERT, the mean of its outputs over the words, and a linear layer.
 
-    The mean instead of BERT's usual [CLS] token: in few and noisy steps it learns sooner.
+    In few and noisy steps, the mean learns faster than BERT's usual [CLS] token.
     """
 
     def __init__(self, classes: int) -> None:

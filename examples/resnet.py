@@ -1,10 +1,12 @@
 """A private ResNet in large batches: `python -m examples.resnet [--folder F] [--secure]`.
 
-Large logical batches pay with differential privacy (De et al. 2022): the noise of a step is spread over
-more samples. They are cut into physical batches that fit in memory; one step releases the whole.
+Large logical batches help private training (De et al. 2022), because the noise of a step is divided
+among more samples. They are split into physical batches that fit in memory. One step releases the
+logical batch.
 
-F holds images.npy, uint8 [n, h, w, c], and labels.npy, int64 [n]: one image a patient, or decide what a
-row is before you start. Without --folder a small ResNet learns scikit-learn's digits, in a minute.
+F holds images.npy, uint8 [n, h, w, c], and labels.npy, int64 [n]. It has one image per patient. If not,
+decide first what the privacy unit is. Without --folder, a small ResNet learns scikit-learn's digits, in
+a minute.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ def train(
     model: nn.Module, data: TensorDataset, *, batch_size: int, physical: int, epochs: int,
     epsilon: float, lr: float = 2e-3, secure: bool = False,
 ) -> tuple[nn.Module, FastPrivacyEngine]:  # fmt: skip
-    """Train within the budget, and tell before what is about to happen.
+    """Train within the budget, and explain the set-up before.
 
     Args:
-        batch_size: expected size of a logical batch. physical: most images in memory at once.
-        secure: cryptographic noise and sampling, as for a model that leaves your hands.
+        batch_size: expected size of a logical batch. physical: maximum number of images in memory.
+        secure: cryptographic noise and sampling, for a model that you hand to others.
     """
     engine = FastPrivacyEngine(secure_mode=secure)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
@@ -66,7 +68,7 @@ def train(
 
 @torch.no_grad()
 def accuracy_by_class(model: nn.Module, data: TensorDataset) -> list[float]:
-    """Of every class; the smallest says whether a class was left behind. Not private."""
+    """Accuracy of every class; the smallest shows whether a class was left behind. Not private."""
     model.eval()
     x, y = data.tensors
     right = torch.cat([model(part).argmax(1) for part in x.split(256)]) == y
@@ -78,7 +80,7 @@ def _mean(right: Tensor) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what was spent and reached."""
+    """Train, then print the privacy spent and the accuracy."""
     parser = argparse.ArgumentParser(prog="python -m examples.resnet", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--folder", type=Path, help="images.npy and labels.npy")
@@ -108,5 +110,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", "Secure RNG turned off")  # explain says it better
+    warnings.filterwarnings("ignore", "Secure RNG turned off")  # explain covers this
     main()

@@ -1,15 +1,17 @@
 """One training loop, every clipping strategy: `python -m examples.strategies`.
 
-Only `clipping=` changes between runs. The task is made unfair as in the papers: of the digits' class
-8 a tenth is kept for training (14 images among 1,312), so rows fall into two groups, common and
-rare. Prints a table and draws build/strategies/strategies.png; takes a minute or two.
+Only `clipping=` changes between runs. The task is unfair by design, as in the papers. Of the digits'
+class 8, a tenth is kept for training (14 images among 1,312). So samples fall into two groups, common
+and rare. The script prints a table and draws build/strategies/strategies.png. It takes a minute or two.
 
-Adam's steps do not change with the scale of the gradients, so one learning rate serves strategies
-that divide by C and those that do not. Learning rate, epochs and epsilon were chosen with dp_sgd
-alone, which at epsilon 3 hardly learns 14 images; the bound of bounded_adaptive is half of C_0, and
-everything else is the strategies' default. It is a small example, no ranking: about 5 rows of a
-batch are rare, and dpsgd_f and naive_reweighting count them with a noise of about 30, so that here
-their rare thresholds and weights are mostly noise.
+Adam's steps do not change with the scale of the gradients. So one learning rate works for strategies
+that divide by C and for those that do not. Learning rate, epochs and epsilon were chosen with dp_sgd
+alone, which at epsilon 3 hardly learns 14 images. The bound of bounded_adaptive is half of C_0. All
+other settings are the strategies' defaults.
+
+This is a small example, not a ranking. About 5 samples of a batch are rare. dpsgd_f and
+naive_reweighting count them with a noise of about 30, so their rare thresholds and weights are mostly
+noise here.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ RARE, KEPT = 8, 0.1
 EPSILON, DELTA = 8.0, 1e-5
 EPOCHS, BATCH_SIZE, LEARNING_RATE, MAX_GRAD_NORM = 60, 512, 0.03, 1.0
 
-STRATEGIES: dict[str, Callable[[int], Clipping]] = {  # of the number of steps
+STRATEGIES: dict[str, Callable[[int], Clipping]] = {  # from the number of steps
     "dp_sgd": lambda steps: clipping.dp_sgd(),
     "automatic": lambda steps: clipping.automatic(),
     "soft_ada_clip": lambda steps: clipping.soft_ada_clip(),
@@ -54,13 +56,13 @@ STRATEGIES: dict[str, Callable[[int], Clipping]] = {  # of the number of steps
 COLORS = dict(zip(STRATEGIES, plt.get_cmap("Dark2").colors, strict=True))
 SCORES = {"accuracy": "accuracy", "rare": f"class {RARE}", "worst": "worst class"}
 NOT_PRIVATE = (
-    "Accuracies look at raw test data and are NOT private: on private data, choosing a strategy by "
+    "Accuracies use raw test data and are NOT private: on private data, choosing a strategy by "
     "them\nwould cost a budget of its own."
 )
 
 
 def data(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Digits with few of class RARE to train on; the others left out join the test set."""
+    """Digits with few training samples of class RARE; the removed ones join the test set."""
     train_set, test_set, _ = digits()
     x, y = train_set.tensors
     rare = torch.where(y == RARE)[0]
@@ -76,7 +78,7 @@ def train(strategy: Callable[[int], Clipping], seed: int, epochs: int = EPOCHS) 
 
     Returns:
         accuracy: mean of the classes' accuracies, as on a balanced test set; rare: that of class
-        RARE; worst: the lowest; classes: of each. thresholds: of every step, a list where groups
+        RARE; worst: the lowest; classes: of each. thresholds: of every step, a list if groups
         have their own. noise_multiplier: of the first step. epsilon: spent at DELTA.
     """
     torch.manual_seed(seed)
@@ -85,7 +87,7 @@ def train(strategy: Callable[[int], Clipping], seed: int, epochs: int = EPOCHS) 
         nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(144, 10)
     )
     loader = DataLoader(train_set, BATCH_SIZE, generator=torch.Generator().manual_seed(seed))
-    engine = FastPrivacyEngine(accountant="rdp")  # finds its noise sooner than "prv"
+    engine = FastPrivacyEngine(accountant="rdp")  # finds its noise faster than "prv"
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=LEARNING_RATE),
@@ -94,7 +96,7 @@ def train(strategy: Callable[[int], Clipping], seed: int, epochs: int = EPOCHS) 
         target_delta=DELTA,
         epochs=epochs,
         max_grad_norm=MAX_GRAD_NORM,
-        clipping=strategy(epochs * len(loader)),  # all that differs between runs
+        clipping=strategy(epochs * len(loader)),  # the only difference between runs
     )
     noise_multiplier, thresholds = optimizer.noise_multiplier, []
     for _ in range(epochs):
@@ -125,7 +127,7 @@ def test(model: nn.Module, test_set: TensorDataset) -> Tensor:
 
 
 def run(names: Sequence[str], seeds: int, epochs: int = EPOCHS) -> dict[str, list[dict]]:
-    """Results of each strategy, one a seed; a seed has the same start and batches for all."""
+    """Results of each strategy, one per seed; a seed has the same start and batches for all."""
     plan = [(seed, name) for seed in range(seeds) for name in names]
     results: dict[str, list[dict]] = {name: [] for name in names}
     with tqdm(plan, unit="run") as progress:
@@ -196,7 +198,7 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
 
 
 def _thresholds(axes: Axes, thresholds: dict[str, list]) -> None:
-    """A line a strategy, or one a group; those that never move share one."""
+    """A line per strategy, or per group; those that never move share one."""
     lines = {name: torch.tensor(values) for name, values in thresholds.items()}  # [t] or [t, k]
     still = [name for name, line in lines.items() if bool((line == line[0]).all())]
     for name in still[:1]:

@@ -220,10 +220,15 @@ def by_patient() -> Known:
     return plain() | {"patient_of_sample": (torch.arange(64) // 2).tolist()}
 
 
-MANAGER = {"BatchMemoryManager": BatchMemoryManager}
 RANKS = None  # two of them: tests/distributed/pages.py
 PRODUCTS = "tests/products"  # has a test of it, for where the packages are installed
 SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
+    "docs/accelerate.md": [
+        lambda: plain() | {"accelerator": Accelerator(cpu=True)},
+        RANKS,
+        RANKS,
+        accelerated,
+    ],
     "docs/audit.md": [
         with_canaries,
         lambda: {"inside": torch.randn(300) + 1, "outside": torch.randn(300)},
@@ -244,15 +249,8 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
     ],
     "docs/federated.md": [federated, watched, dict],
     "docs/guarantee.md": [lambda: plain() | {"patient_of_row": torch.arange(64) // 2}],
-    "docs/huggingface.md": [
-        trainer,
-        lambda: plain() | {"accelerator": Accelerator(cpu=True)},
-        RANKS,
-        RANKS,
-        lambda: private() | {"accelerator": Accelerator(cpu=True), **MANAGER},
-        lightning,
-        lightning,
-    ],
+    "docs/huggingface.md": [trainer],
+    "docs/lightning.md": [lightning, lightning],
     "docs/llm.md": [PRODUCTS, PRODUCTS, preferences, language_model, PRODUCTS, adapted],
     "docs/losses.md": [tokens, tokens, plain, two_tasks],
     "docs/mixed_precision.md": [one_batch, private, plain],

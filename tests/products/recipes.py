@@ -33,7 +33,7 @@ def adversarial() -> Known:
     return plain() | {
         "discriminator": nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)),
         "generator": generator, "of_generator": torch.optim.Adam(generator.parameters()),
-        "rows": torch.randn(64, 6),
+        "samples": torch.randn(64, 6),
     }  # fmt: skip
 
 
