@@ -45,9 +45,9 @@ NOT_IN_ITSELF = {
 ALSO_PUBLIC = (
     "fastclip.rules.use.register_use",
     "fastclip.rules.use.UseRule",
-    "fastclip.FastDPOptimizer.attach_step_hook",
+    "fastclip.engine.optimizer._Shared.attach_step_hook",  # of every private optimizer
 )
-"""Names that pages tell users to import, or to call, and that no `__all__` has."""
+"""Names that pages tell users to import or to call, and that no `__all__` has."""
 HELPERS = {
     "fastclip.integrations.lightning": {"DPLightningDataModule", "PrivacyCallback", "make_private"},
 }
