@@ -42,6 +42,54 @@ def test_names_are_found() -> None:
     assert named(text) == {"a/b.py", "../docs/c.md", "bench/train"}
 
 
+def test_the_readme_is_one_screen() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 60
+    assert len(text.split()) <= 400
+
+
+def code(*places: str) -> dict[str, str]:
+    """The Python of these folders and files, by its path."""
+    files = [path for place in places for path in (ROOT / place).rglob("*.py")]
+    files += [ROOT / place for place in places if place.endswith(".py")]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+
+
+def test_the_page_on_the_environment_has_every_variable() -> None:
+    """That the code reads by its name, or that benchmarks and tests of this package have made up."""
+    page = (ROOT / "docs" / "environment.md").read_text()
+    read = r"""environ(?:\.get\(|\.setdefault\(|\[)["'](\w+)["']"""
+    of_users = {
+        name for text in code("fastclip", "setup.py").values() for name in re.findall(read, text)
+    }
+    own = {
+        name
+        for text in code("fastclip", "bench", "setup.py").values()
+        for name in re.findall(r"""["'](FASTCLIP_\w+)["']""", text)
+    }
+    assert {"FASTCLIP_BACKEND", "CXX", "LOCAL_RANK"} <= of_users | own
+    assert not {name for name in of_users | own if f"`{name}`" not in page}
+    assert not set(re.findall(r"`(FASTCLIP_\w+)`", page)) - own - {"FASTCLIP_DATA"}  # of tests
+
+
+def test_the_page_on_commands_has_every_command_and_option() -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    commands = {
+        path.removesuffix(".py").removesuffix("/__main__").replace("/", "."): text
+        for path, text in code("fastclip", "bench").items()
+        if "ArgumentParser(" in text and "__main__" in text
+    }
+    assert {"fastclip.doctor", "fastclip.audit", "bench.papers"} <= set(commands)
+    for command, text in commands.items():
+        assert f"python -m {command}" in page, command
+        called = [call for call in text.split("add_argument(")[1:] if "SUPPRESS" not in call]
+        names = [re.match(r'\s*(?:"[^"]+",?\s*)*', call) for call in called]
+        options = {
+            name for found in names if found for name in re.findall(r'"(--[^"]+)"', found[0])
+        }
+        assert not {option for option in options if f"`{option}`" not in page}, command
+
+
 @pytest.mark.extras
 def test_what_the_page_on_fairness_shows(tmp_path: Path) -> None:
     """Its loop as it is written; what its table lets be published is what is recorded as private.

@@ -1,7 +1,7 @@
 """Code on the pages runs as it is written; a page says what it takes for given, a scene here has it.
 
-Tutorials stand for themselves (test_tutorials.py), as does the README's snippet (test_package.py);
-the page on fairness has its own test (test_documents.py).
+Tutorials and the quickstart stand for themselves (test_tutorials.py), as does the README's snippet
+(test_package.py); the page on fairness has its own test (test_documents.py).
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
 }  # fmt: skip
 """What each block of a page takes for given."""
 RULES = ("docs/own_layer.md", "docs/own_strategy.md")
-OTHERS = ("docs/tutorials/", "docs/fairness.md")
+OTHERS = ("docs/tutorials/", "docs/quickstart.md", "docs/fairness.md")
 
 
 def test_every_block_has_a_scene() -> None:

@@ -1,4 +1,4 @@
-"""Every tutorial of the site runs as it is written, from its first line to its last."""
+"""The quickstart and every tutorial of the site run as written, from the first line to the last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from transformers import BertForSequenceClassification
 from bench.processes import ROOT
 
 SPREAD = ROOT / "docs" / "tutorials" / "distributed.md"
-PAGES = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {SPREAD})
+PAGES = sorted(
+    {*(ROOT / "docs" / "tutorials").glob("*.md"), ROOT / "docs" / "quickstart.md"} - {SPREAD}
+)
 
 
 @pytest.mark.extras
@@ -92,6 +94,14 @@ def patients(known: dict, said: str, folder: Path) -> None:
     assert "unit" in said
 
 
+def quickstart(known: dict, said: str, folder: Path) -> None:
+    """The budget is kept, and the rule that the data follow is learned."""
+    assert 2.5 < known["epsilon"] <= 3.0
+    assert known["accuracy"] > 0.85
+    assert "privacy unit" in said
+    assert (folder / "model.pt").exists()
+
+
 def saving(known: dict, said: str, folder: Path) -> None:
     assert {"model.pt", "model.pt2", "run.pt"} <= {path.name for path in folder.iterdir()}
     x = torch.randn(3, 8)
@@ -104,5 +114,6 @@ CHECKS = {
     "first_model": first_model,
     "groups": groups,
     "patients": patients,
+    "quickstart": quickstart,
     "saving": saving,
 }
