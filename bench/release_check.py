@@ -1,4 +1,4 @@
-"""`make release-check`: whether this commit can be released, and whether what is released runs elsewhere.
+"""`make release-check`: whether this commit can be released, and whether it runs when it is installed.
 
 `python -m bench.release_check --environment PYTHON --torch VERSION` measures one line of the table in
 docs/versions.md: a clean environment, the import, the doctor and one private step.
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
             artifact = sdist if options.sdist else wheel
             found = serve(
                 artifact, tree.parent, python, options.torch, compiler=not options.no_compiler,
-                background=bool(options.environment) and not options.no_compiler,
+                background=bool(options.environment),
             )  # fmt: skip
         print(f"{artifact.name} in a new environment: {json.dumps(found)}")
     except NotReady as reason:
