@@ -80,7 +80,7 @@ WORDS = {
     "beside": Word(r"\bbeside\b", "alongside, in addition to, next to"),
     "spread": Word(r"\bspread(?:s|ing)?\b", "sharded"),
     "go on": Word(r"\b(?:go|goes|going|went|gone) on\b", "continue, resume"),
-    "fold": Word(r"(?<![-\w])fold(?:s|ed|ing)?\b", "flattened"),
+    "fold": Word(r"(?<![-\w])(?-i:fold(?:s|ed|ing)?)\b", "flattened"),
     "Where X,": Word(r"(?:^|(?<=[.!?] )|(?<=\n))(?-i:Where) [^.?!\n]{1,150}?, ", "If, When"),
     "but for": Word(r"\bbut for\b", "except"),
     "speaks of": Word(r"\bspeaks? (?:of|for)\b", "covers"),
