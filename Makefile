@@ -53,7 +53,7 @@ docs: $(STAMP)
 
 # The site of this version, as a commit on the local branch gh-pages; "latest" and the start page lead to it.
 site-version: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike deploy --update-aliases \
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike --quiet deploy --update-aliases \
 		$$($(BIN)/python -c "from fastclip import __version__ as v; print(v.rpartition('.')[0])") latest
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike set-default latest
 
