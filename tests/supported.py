@@ -121,7 +121,7 @@ The other tables name the test that compares them.
 
 def lines(families: dict[str, list[Case]], column: str) -> Iterator[str]:
     """A table: what has one result is on one line."""
-    yield f"| {column} | | result |\n|---|---|---|"
+    yield f"| kind | {column} | result |\n|---|---|---|"
     for family, cases in families.items():
         found: dict[str, list[str]] = {}
         for name, result in results(cases):

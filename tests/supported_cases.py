@@ -195,7 +195,8 @@ LAYERS: dict[str, list[Case]] = {
         *(layer(f"BatchNorm{d}d", 4, of=MAPS[d]) for d in MAPS),
         layer("SyncBatchNorm", 4, of=MAPS[2]),
         *(frozen_statistics(d) for d in MAPS),
-        free("LocalResponseNorm", 2, of=MAPS[2]), free("CrossMapLRN2d", 2, of=MAPS[2]),
+        free("LocalResponseNorm", 2, of=MAPS[2]),
+        free("CrossMapLRN2d", 2, of=MAPS[2])._replace(joins=False),
     ],
     "Recurrent": [
         recurrent("RNN"), recurrent("LSTM", bidirectional=True), recurrent("GRU", num_layers=2),
@@ -323,11 +324,11 @@ LOSSES: dict[str, list[Case]] = {
         mean("TripletMarginWithDistanceLoss", 3, x(3), x(3).flip(0)),
         loss("CTCLoss", connectionist, 35, ids(2)),
     ],
-    "a layer and its loss": [
+    "Layers that compute their loss": [
         Case("LinearCrossEntropyLoss", lambda: Called(nn.LinearCrossEntropyLoss(6, 7), plain),
              (x(6), ids()), lambda value: value),
     ],
-    "Losses of one sample each": [
+    "One term per sample": [
         loss("`fastclip.losses.per_sample_cross_entropy` over padded tokens",
              lambda o, y: per_sample_cross_entropy(o.unflatten(1, (5, 7)), y).mean(), 35, PADDED),
         loss("CrossEntropyLoss over tokens, all of which count", tokens, 35, ids(5)),
@@ -335,7 +336,7 @@ LOSSES: dict[str, list[Case]] = {
         loss("focal loss per sample", focal, 7, ids()),
         loss("Dice loss per sample", partial(dice, axes=(1,)), 6, x(6).sigmoid().round()),
     ],
-    "Losses over several samples": [
+    "Terms over several samples": [
         loss("CrossEntropyLoss over padded tokens (ignore_index)", tokens, 35, PADDED),
         loss("CrossEntropyLoss with class weights", WEIGHTED, 7, ids()),
         loss("MSELoss of shapes [b, 1] and [b]", F.mse_loss, 1, x(1)[:, 0]),
