@@ -23,7 +23,7 @@ from tqdm import tqdm
 from bench.measure import CpuWait, busy_warning, machine, now, quartiles, versions
 from bench.workloads import CLASSES, PRIVATE, WARM_UP, WORKLOADS
 from fastclip import FastPrivacyEngine
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 
 SIZES = (4, 1, 7, 3, 5, 2, 6, 4)
 """Rows of the units of one batch."""
@@ -57,7 +57,7 @@ class Training:
         """Seconds of one step."""
         start = time.perf_counter()
         if self.owner is not None:  # units are new in every batch, and so is what follows from them
-            self.optimizer.grad_state.batch.next_units = UnitRows(
+            self.optimizer.grad_state.batch.next_units = UnitSamples(
                 self.owner, len(SIZES), max(SIZES)
             )
         self.optimizer.zero_grad()

@@ -1,17 +1,20 @@
 """Every mistake that fastclip can name, and how it warns.
 
-A message is one sentence: what was expected, what came, where, and the way out.
+A message has two sentences: the cause (what, where, the shapes), then the usual fix. It ends with
+the heading of docs/errors.md that says more, `See errors.html#ANCHOR`.
 
 Each error is also the type that a caller of Opacus or PyTorch would catch.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING
 
 __all__ = [
+    "ANCHORS",
     "VALUES_IN_LOSSES",
     "ArgumentError",
     "ArgumentTypeError",
@@ -29,8 +32,50 @@ __all__ = [
 ]
 
 
+ANCHORS = frozenset({
+    "unsupported-options", "no-trainable-parameters", "missing-libraries",
+    "coupled-samples", "coupled-loss", "batch-axis", "unsupported-layer", "layer-rule",
+    "untracked-use", "changed-tensors", "second-backward", "random-numbers", "carried-state",
+    "changed-model", "wrapped-model",
+    "step-order", "optimizers", "per-sample-gradients", "mixed-precision", "compile-and-graphs",
+    "several-processes", "sharded-models",
+    "sampling", "data-order", "privacy-units", "groups", "non-finite-samples",
+    "noise", "repeated-noise", "secure-mode", "privacy-budget", "checkpoints", "noisy-counts",
+    "integrations", "audits", "failed-checks", "internal-limits",
+})  # fmt: skip
+"""The headings of docs/errors.md that a message may name."""
+_SEE = re.compile(r"\.? See errors\.html#([\w-]+)")
+
+
 class FastclipError(Exception):
-    """Base of all errors raised by fastclip."""
+    """Base of all errors raised by fastclip.
+
+    Args:
+        message: the cause and the fix; another error's text in it may end with that one's anchor.
+        doc: the anchor, one of `ANCHORS`; None: that of an error whose text the message holds, or
+            the class's own.
+    """
+
+    doc: str | None = None
+
+    def __init__(self, *message: object, doc: str | None = None) -> None:
+        super().__init__(*message)
+        if doc is not None:
+            self.doc = doc
+
+    def __str__(self) -> str:
+        """The message, with its anchor once, at the end."""
+        return see(super().__str__(), vars(self).get("doc"), self.doc)
+
+
+def see(text: str, doc: str | None, default: str | None = None) -> str:
+    """`text`, with one anchor at its end: this one, or the one that it holds, or the default."""
+    held = _SEE.search(text)
+    anchor = doc or (held[1] if held else default)
+    bare = _SEE.sub("", text)
+    if anchor is None or not bare:
+        return bare
+    return f"{bare}{'' if bare[-1] in '.!?' else '.'} See errors.html#{anchor}"
 
 
 class ArgumentError(FastclipError, ValueError):
@@ -42,31 +87,45 @@ class ArgumentTypeError(FastclipError, TypeError):
 
 
 class BatchSizeError(FastclipError, ValueError):
-    """A layer's rows are not the samples of the batch."""
+    """The entries that a layer sees are not the samples of the batch."""
+
+    doc = "batch-axis"
 
 
 class GraphError(FastclipError, RuntimeError, ValueError):
     """A forward or backward pass that would break the one-sample-one-contribution rule."""
 
+    doc = "coupled-samples"
+
 
 class ParameterLeakError(FastclipError, RuntimeError, ValueError):
     """A private parameter was used where it is not followed: its gradient would be unclipped."""
+
+    doc = "untracked-use"
 
 
 class StepError(FastclipError, ValueError, RuntimeError):
     """A call of step() or zero_grad() that would release or drop gradients wrongly."""
 
+    doc = "step-order"
+
 
 class GradSampleError(FastclipError, AttributeError, RuntimeError):
     """Per-sample gradients were asked for, and none are kept."""
+
+    doc = "per-sample-gradients"
 
 
 class SecureModeError(FastclipError, RuntimeError, ImportError):
     """Cryptographic noise cannot be drawn here, and no other may take its place."""
 
+    doc = "secure-mode"
+
 
 class CheckError(FastclipError, AssertionError):
     """A check of fastclip.testing has found something wrong; the message is its report."""
+
+    doc = "failed-checks"
 
 
 def where(path: str | None, module: object = None) -> str:
@@ -81,6 +140,8 @@ if TYPE_CHECKING:
     class UnsupportedLayerError(FastclipError, UnsupportedModuleError, NotImplementedError):
         """A module for which no exact per-sample rule exists, or whose samples are coupled."""
 
+        doc = "unsupported-layer"
+
 else:
 
     def __getattr__(name: str) -> type[FastclipError]:
@@ -92,7 +153,9 @@ else:
 
         bases = (FastclipError, UnsupportedModuleError, NotImplementedError)
         doc = "A module for which no exact per-sample rule exists, or whose samples are coupled."
-        made = type(name, bases, {"__module__": __name__, "__doc__": doc})
+        made = type(
+            name, bases, {"__module__": __name__, "__doc__": doc, "doc": "unsupported-layer"}
+        )
         return globals().setdefault(name, made)
 
 
@@ -101,7 +164,7 @@ VALUES_IN_LOSSES = (
     "loss a row, [b] (a value that is returned once a row, with .expand(len(x), *value.shape), is exact "
     "only where entry i goes into row i's own loss, before any mean)"
 )
-"""A value of all rows' gradients, one of their mean foremost, cannot be told from a row's own."""
+"""A value of all samples' gradients, one of their mean foremost, cannot be told from a sample's own."""
 PER_SAMPLE = 'Pass model_loss="per_sample" to make_private'
 """The way out of a mean cross entropy over the batch's labels that the model computes itself."""
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers", "importlib")
@@ -109,8 +172,13 @@ _UNCOUNTED = "importlib._bootstrap"
 """Its frames are none for `stacklevel`."""
 
 
-def say(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, pointing at the nearest line outside fastclip and the libraries that it serves."""
+def say(message: str, category: type[Warning] = UserWarning, doc: str | None = None) -> None:
+    """Warn, pointing at the nearest line outside fastclip and the libraries that it works with.
+
+    Args:
+        message: what happened, and what to do. doc: one of `ANCHORS`, or None.
+    """
+    message = see(message, doc)
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _of_a_library(name := frame.f_globals.get("__name__", "")):
         level, frame = level + (not name.startswith(_UNCOUNTED)), frame.f_back

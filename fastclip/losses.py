@@ -1,8 +1,8 @@
 """Losses in which no sample depends on another.
 
-The guarantee bounds what one row of the batch contributes through *its own* gradient. A loss that is
-averaged over all tokens of a batch divides row i's gradient by how many tokens the other rows have,
-before it is clipped; see docs/losses.md.
+The guarantee bounds what one sample of the batch contributes through *its own* gradient. A loss that is
+averaged over all tokens of a batch divides sample i's gradient by how many tokens the other samples
+have, before it is clipped; see docs/losses.md.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def per_sample_cross_entropy(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, *, shift: bool = False,
     weight: Tensor | None = None, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of every row over its own tokens: take `.mean()` or `.sum()` of what it returns.
+    """Cross entropy of every sample over its own tokens: take `.mean()` or `.sum()` of what it returns.
 
     Args:
-        logits: [b, t, k], or [b, k] for one label a row. Computed in float32 at least.
+        logits: [b, t, k], or [b, k] for one label a sample. Computed in float32 at least.
         labels: int64 [b, t], or [b].
         ignore_index: labels that do not count (padding, prompts, unmasked tokens).
         shift: position t predicts the label at t + 1 (causal language models).
@@ -29,12 +29,12 @@ def per_sample_cross_entropy(
         label_smoothing: as in torch.nn.functional.cross_entropy.
 
     Returns:
-        [b]: the mean over the row's tokens that count; 0, with gradient 0, where none does.
+        [b]: the mean over the sample's tokens that count; 0, with gradient 0, where none does.
 
     Raises:
         ArgumentError, ArgumentTypeError: for shapes or types that do not fit.
 
-    Formal guarantee: entry i and its gradient depend on row i alone.
+    Formal guarantee: entry i and its gradient depend on sample i alone.
     """
     if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
         raise ArgumentTypeError(

@@ -33,7 +33,7 @@ class Reading(NamedTuple):
         name: "epsilon", "threshold" (with "/k" of a group or layer), "noise_multiplier",
             "noise_to_signal" or "clipped".
         value: the number.
-        private: it follows from what the run releases, which epsilon covers; else it is of raw rows.
+        private: it follows from what the run releases, which epsilon covers; else it is of raw samples.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Monitor:
     """Reads a private optimizer every so many real steps; between them a step waits for nothing.
 
     Formal guarantee: what is marked private is a function of the noisy gradients, the noisy counts and
-    public numbers of steps that the accountant has recorded. "clipped" is of raw rows.
+    public numbers of steps that the accountant has recorded. "clipped" is of raw samples.
 
     Args:
         engine: of the run.

@@ -14,7 +14,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     norms,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -53,7 +53,7 @@ def own_gradients(
         model: not private; left untouched.
         call: from the model and rows to the rows' losses; half squares of the output if None.
     """
-    call = call or (lambda m, rows: row_loss(m(rows)))
+    call = call or (lambda m, rows: sample_loss(m(rows)))
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found: dict[str, list[Tensor]] = {n: [] for n in params}
     for i in range(len(x)):
@@ -74,7 +74,7 @@ def check_exact_as_it_is(
         model: becomes private. x: the batch. call: as for `own_gradients`.
     """
     model, x = model.double(), x.double() if x.is_floating_point() else x
-    call = call or (lambda m, rows: row_loss(m(rows)))
+    call = call or (lambda m, rows: sample_loss(m(rows)))
     grads = own_gradients(model, x, call)
     own = norms(grads)
     C = own.median().item() * 0.9  # some rows are clipped
@@ -96,7 +96,7 @@ def check_exact_of_one_draw(model: nn.Module, x: Tensor) -> None:
 
     def draw(m: nn.Module) -> Tensor:
         torch.manual_seed(5)
-        return row_loss(m(x))
+        return sample_loss(m(x))
 
     rows = [
         torch.autograd.grad(loss, list(params.values()), retain_graph=True) for loss in draw(model)

@@ -15,7 +15,7 @@ from fastclip import FastPrivacyEngine
 from fastclip.core.opacus_names import HANDLES, VERSION
 from fastclip.data.loader import PoissonSampler
 from fastclip.ops.noise import NoiseSource
-from tests.oracle import per_sample_gradients, row_loss
+from tests.oracle import per_sample_gradients, sample_loss
 
 D, B, C = 5, 4, 1e-3
 MODES = ("hooks", "functorch", "ew")
@@ -61,14 +61,14 @@ def rows(seed: int = 1) -> Tensor:
 
 
 def backward(model: nn.Module, x: Tensor | None = None) -> None:
-    (1e3 * row_loss(model(rows() if x is None else x)).mean()).backward()
+    (1e3 * sample_loss(model(rows() if x is None else x)).mean()).backward()
 
 
 def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Per-sample gradients of `backward`'s loss, from a twin without hooks."""
     twin = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 2))
     twin.load_state_dict(net.state_dict())
-    return per_sample_gradients(twin, x, lambda y, _: 1e3 * row_loss(y))
+    return per_sample_gradients(twin, x, lambda y, _: 1e3 * sample_loss(y))
 
 
 def weights(net: nn.Module) -> list[Tensor]:

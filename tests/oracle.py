@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.engine.bare import LINEAR
 from fastclip.errors import FastclipError
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 
 Grads = Mapping[str, torch.Tensor]
 
@@ -75,7 +75,7 @@ def as_batch(inputs: Batch | torch.Tensor | tuple) -> Batch:
     return Batch(args=inputs if isinstance(inputs, tuple) else (inputs,))
 
 
-def row_loss(output: torch.Tensor, target: Any = None) -> torch.Tensor:
+def sample_loss(output: torch.Tensor, target: Any = None) -> torch.Tensor:
     """Half the squared distance of every row from one fixed pattern: [b, ...] -> [b].
 
     The gradient with respect to the output differs from row to row, and a row's loss does not
@@ -92,9 +92,9 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 def per_sample_gradients(
     model: nn.Module,
     inputs: Batch | torch.Tensor | tuple,
-    loss_fn: LossFn = row_loss,
+    loss_fn: LossFn = sample_loss,
     names: Iterable[str] | None = None,
-    units: UnitRows | None = None,
+    units: UnitSamples | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gradient of each sample's own loss, float64, from a copy of `model` that sees it alone.
 
@@ -203,7 +203,7 @@ def make_private(
 def backward(
     private: nn.Module,
     inputs: Batch | torch.Tensor | tuple,
-    loss_fn: LossFn = row_loss,
+    loss_fn: LossFn = sample_loss,
     loss_reduction: str = "mean",
     **kwargs: Any,
 ) -> None:
@@ -235,7 +235,7 @@ def assert_sums(actual: Grads, expected: Grads, tol: float) -> None:
 def check_exact(
     model: nn.Module,
     inputs: Batch | torch.Tensor | tuple,
-    loss_fn: LossFn = row_loss,
+    loss_fn: LossFn = sample_loss,
     *,
     dtype: torch.dtype,
     C: float | None = None,
@@ -243,7 +243,7 @@ def check_exact(
     norm_tol: float | None = None,
     loss_reduction: str = "mean",
     optimizer_names: Sequence[str] | None = None,
-    units: Callable[[int], UnitRows] | None = None,
+    units: Callable[[int], UnitSamples] | None = None,
     **kwargs: Any,
 ) -> None:
     """A backward pass of the engine in `dtype` against the oracle on the same, rounded, numbers; and a

@@ -61,7 +61,7 @@ def test_what_the_page_on_fairness_shows(tmp_path: Path) -> None:
     known: dict[str, object] = {
         "torch": torch, "epochs": 2, "engine": engine, "model": model, "optimizer": optimizer,
         "loader": loader, "criterion": criterion, "test_x": x, "test_y": y, "test_sex": sex,
-        "row_losses": nn.CrossEntropyLoss(reduction="none"), "folder": tmp_path,
+        "sample_losses": nn.CrossEntropyLoss(reduction="none"), "folder": tmp_path,
     }  # fmt: skip
     exec(block, known)
     assert (tmp_path / "report.html").exists()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,9 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip import FastPrivacyEngine
-from fastclip.errors import FastclipError, StepError, UnsupportedLayerError
-from tests.oracle import check_exact, make_private, row_loss
+from fastclip import FastPrivacyEngine, errors
+from fastclip.errors import ArgumentError, FastclipError, StepError, UnsupportedLayerError
+from tests.oracle import check_exact, make_private, sample_loss
 
 
 def call(model: nn.Module | None = None, **changes: Any) -> tuple:
@@ -131,7 +134,7 @@ def test_get_compatible_module_is_the_way_out() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     fixed = FastPrivacyEngine.get_compatible_module(model)
     _, private, optimizer, _ = make_private(fixed)
-    row_loss(private(torch.randn(2, 3, 5, 5))).mean().backward()
+    sample_loss(private(torch.randn(2, 3, 5, 5))).mean().backward()
     optimizer.step()
 
 
@@ -143,7 +146,7 @@ def test_a_lazy_model_that_ran_once() -> None:
         call(model, optimizer=optimizer)
     model(torch.zeros(1, 4))
     private, optimizer, _ = call(model, optimizer=optimizer, poisson_sampling=False)
-    row_loss(private(torch.randn(2, 4))).mean().backward()
+    sample_loss(private(torch.randn(2, 4))).mean().backward()
     optimizer.step()
 
 
@@ -244,7 +247,34 @@ def test_plan_and_pause_before_make_private() -> None:
 def test_a_parameter_group_added_later() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     _, private, optimizer, _ = make_private(model, optimizer_params=list(model[0].parameters()))
-    row_loss(private(torch.randn(3, 4))).mean().backward()
+    sample_loss(private(torch.randn(3, 4))).mean().backward()
     optimizer.original_optimizer.add_param_group({"params": list(model[1].parameters())})
     with pytest.raises(StepError, match="2 of the optimizer's trainable parameters"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (StepError("It failed"), "It failed. See errors.html#step-order"),
+        (StepError("It failed. Pass x.", doc="noise"), "It failed. Pass x. See errors.html#noise"),
+        (ArgumentError("lr expects a number"), "lr expects a number"),
+        (StepError(f"{StepError('Why', doc='noise')}: so"), "Why: so. See errors.html#noise"),
+        (StepError(f"In it: {StepError('Why')}", doc="noise"), "In it: Why. See errors.html#noise"),
+        (StepError(), ""),
+    ],
+)
+def test_a_message_has_one_anchor(made: FastclipError, text: str) -> None:
+    assert str(made) == text
+    assert str(pickle.loads(pickle.dumps(made))) == text
+
+
+def test_anchors_that_are_named() -> None:
+    """Those of classes, and all that a `raise` or a warning gives."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    named = {kind.doc for kind in kinds if issubclass(kind, FastclipError)}
+    for file in Path(errors.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "doc":
+                named |= {node.value.value} if isinstance(node.value, ast.Constant) else set()
+    assert named - {None} <= errors.ANCHORS

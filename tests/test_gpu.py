@@ -19,7 +19,7 @@ from fastclip.ops.dispatch import use_backend
 from fastclip.ops.noise import SecureNoise, SeededNoise
 from tests.ops.noise.laws import assert_standard_normal, assert_uncorrelated
 from tests.ops.noise.test_secure_mode import noise_of_a_step, start
-from tests.oracle import make_private, relative_error, row_loss, summed
+from tests.oracle import make_private, relative_error, sample_loss, summed
 from tests.test_no_synchronization import MODELS, STRATEGIES
 
 pytestmark = [
@@ -34,7 +34,7 @@ def sums_of(model: nn.Module, inputs: torch.Tensor, strategy, backend: str):
     with use_backend(backend):
         engine, private, optimizer, _ = make_private(model, clipping=strategy, max_grad_norm=0.5)
         engine.set_groups(torch.arange(len(inputs), device=inputs.device) % 3)
-        row_loss(private(inputs)).mean().backward()
+        sample_loss(private(inputs)).mean().backward()
         found = summed(dict(model.named_parameters()))
         optimizer.step()
     return {name: x.cpu() for name, x in found.items()}, optimizer
@@ -72,7 +72,7 @@ def test_a_step_does_not_synchronize(name: str, strategy: str) -> None:
     def step() -> None:
         optimizer.zero_grad()
         engine.set_groups(ids)
-        row_loss(private(inputs)).mean().backward()
+        sample_loss(private(inputs)).mean().backward()
         optimizer.step()
 
     for _ in range(3):  # finds the samples' axis, compiles the kernels, warms the allocator up
@@ -131,7 +131,7 @@ def _twin_steps(name: str, strategy: str, secure: bool = False) -> list[tuple]:
         )  # fmt: skip
 
         def losses(model: nn.Module, x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-            return row_loss(model(x))
+            return sample_loss(model(x))
 
         step = engine.make_step(private, losses, physical_batch=40, cuda_graph=cuda_graph)
         found.append((engine, private, optimizer, loader, step))
@@ -195,7 +195,7 @@ def test_a_refused_capture_leaves_the_device_as_it_was(waits: str) -> None:
     x, stream = torch.randn(16, 6, device="cuda"), torch.cuda.current_stream()
 
     def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        loss = row_loss(model(x))
+        loss = sample_loss(model(x))
         if waits == "in each pass" or torch.cuda.is_current_stream_capturing():
             loss.sum().item()
         return loss
@@ -209,11 +209,11 @@ def test_a_refused_capture_leaves_the_device_as_it_was(waits: str) -> None:
     assert torch.cuda.current_stream() == stream
     assert torch.cuda.get_sync_debug_mode() == 0
     optimizer.zero_grad()
-    row_loss(private(x)).mean().backward()  # with dropout
+    sample_loss(private(x)).mean().backward()  # with dropout
     optimizer.step()  # with noise
     optimizer.zero_grad()
     step = engine.make_step(
-        private, lambda model, x: row_loss(model(x)), physical_batch=16, cuda_graph=True
+        private, lambda model, x: sample_loss(model(x)), physical_batch=16, cuda_graph=True
     )
     for _ in range(3):
         step(x)
@@ -229,7 +229,7 @@ def test_bfloat16_autocast() -> None:
     _, private, _, _ = make_private(model.float().cuda(), max_grad_norm=0.5)
     with torch.autocast("cuda", torch.bfloat16):
         out = private(inputs)
-    row_loss(out.float()).mean().backward()
+    sample_loss(out.float()).mean().backward()
     found = {name: x.cpu() for name, x in summed(dict(model.named_parameters())).items()}
     assert relative_error(found, expected) <= 2e-2
 
@@ -265,7 +265,7 @@ def test_whose_gradients_of_attention_are(kernel: str, autocast: bool, masked: b
     with sdpa_kernel(getattr(SDPBackend, kernel)):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             out = private(ids.cuda())
-        row_loss(out.float()).mean().backward()
+        sample_loss(out.float()).mean().backward()
     found = {name: x.cpu() for name, x in summed(dict(model.named_parameters())).items()}
     assert relative_error(found, expected) <= (2e-2 if autocast else 1e-4)
 
@@ -282,7 +282,7 @@ def test_a_secure_step_does_not_synchronize() -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        row_loss(private(inputs)).mean().backward()
+        sample_loss(private(inputs)).mean().backward()
         optimizer.step()
 
     for _ in range(3):

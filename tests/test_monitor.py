@@ -24,7 +24,7 @@ from fastclip.monitor import (
     spending,
     tensorboard,
 )
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 
 DELTA, D, B = 1e-4, 5, 8
 
@@ -43,7 +43,7 @@ def start(
 def run(model: nn.Module, optimizer: Any, loader: Any) -> None:
     for (x,) in loader:
         optimizer.zero_grad()
-        row_loss(model(x)).mean().backward()
+        sample_loss(model(x)).mean().backward()
         optimizer.step()
 
 
@@ -108,11 +108,11 @@ def test_the_next_batch_says_nothing_of_the_last_step() -> None:
     for k in range(2):
         optimizer.signal_skip_step(k < 1)
         optimizer.zero_grad()
-        row_loss(model(x)).mean().backward()
+        sample_loss(model(x)).mean().backward()
         optimizer.step()
     found, sensitivity = noise_to_signal(optimizer), float(optimizer.sensitivity)
     optimizer.grad_state.zero_grad()  # gradients stay
-    row_loss(model(x)).mean().backward()
+    sample_loss(model(x)).mean().backward()
     assert float(optimizer.sensitivity) != sensitivity
     assert noise_to_signal(optimizer) == found
 
@@ -135,7 +135,7 @@ def test_thresholds_of_groups_and_the_clipped_share() -> None:
     for (x,) in loader:
         optimizer.zero_grad()
         engine.set_groups(torch.arange(len(x)) % 2)
-        row_loss(model(x)).mean().backward()
+        sample_loss(model(x)).mean().backward()
         optimizer.step()
     assert {r.name for r in found} >= {"threshold/0", "threshold/1"}
     assert "clipped" not in {r.name for r in found}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fastclip._moved import COMMANDS, MOVED, NAMES, RENAMED, new_keywords, spec_
 from fastclip.errors import ArgumentTypeError
 from fastclip.integrations.huggingface import PrivacyArguments
 from fastclip.ops import planner
+from fastclip.rules.use import UseBackward
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fastclip"
 PUBLIC = {
@@ -99,6 +101,26 @@ def test_an_old_keyword() -> None:
     with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
         told = PrivacyArguments(1.0, 1e-3, 1.0, unit_ids=ids, max_rows_per_unit=3)
     assert told.sampling(rows)["max_samples_per_unit"] == 3
+
+
+class Named(UseBackward):
+    """A use whose new names give their names."""
+
+    def __init__(self) -> None:
+        pass
+
+    def samples(self, x: Any) -> Any:
+        return "samples", x
+
+    def sample_of_entry(self) -> Any:
+        return "sample of entry"
+
+
+def test_old_names_in_rules() -> None:
+    with pytest.warns(DeprecationWarning, match=r": use use\.samples"):
+        assert Named().rows(3) == ("samples", 3)
+    with pytest.warns(DeprecationWarning, match=r": use use\.sample_of_entry"):
+        assert Named().entry_owners() == "sample of entry"
 
 
 def test_by_both_names() -> None:

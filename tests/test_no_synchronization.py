@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fastclip import clipping
-from fastclip.ops.units import UnitRows
-from tests.oracle import make_private, row_loss
+from fastclip.ops.units import UnitSamples
+from tests.oracle import make_private, sample_loss
 
 
 class Text(nn.Module):
@@ -67,7 +67,7 @@ def test_a_step_looks_at_no_value(
     build, inputs = MODELS[name]
     twin = build()
     _, here, _, _ = make_private(copy.deepcopy(twin))
-    row_loss(here(inputs())).mean().backward()  # finds the samples' axis, which needs values
+    sample_loss(here(inputs())).mean().backward()  # finds the samples' axis, which needs values
 
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it knows no meta device
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
@@ -82,7 +82,7 @@ def test_a_step_looks_at_no_value(
         if units is not None:
             owner = torch.tensor([0, 1, 0, 1 if strategy == "groups" else 2]).to(units)
             count = 2 if strategy == "groups" else 3
-            optimizer.grad_state.batch.next_units = UnitRows(owner, count, 2)
+            optimizer.grad_state.batch.next_units = UnitSamples(owner, count, 2)
         private(inputs().to("meta")).square().mean().backward()
         optimizer.step()
     assert all(p.grad is not None and p.grad.device.type == "meta" for p in model.parameters())

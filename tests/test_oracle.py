@@ -13,7 +13,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
 )
 
 
@@ -22,7 +22,7 @@ def test_linear_matches_outer_products() -> None:
     grads = per_sample_gradients(model, x)
     twin = model.double()
     out = twin(x.double()).detach().requires_grad_()
-    (g,) = torch.autograd.grad(row_loss(out).sum(), out)  # [b, t, p]
+    (g,) = torch.autograd.grad(sample_loss(out).sum(), out)  # [b, t, p]
     expected = {"weight": torch.einsum("btp,btd->bpd", g, x.double()), "bias": g.sum(1)}
     assert relative_error(grads, expected) < 1e-14
 
@@ -42,7 +42,7 @@ def test_linear_matches_outer_products() -> None:
 def test_agrees_with_opacus(model: nn.Module, x: torch.Tensor) -> None:
     grads = per_sample_gradients(model, x)
     hooked = GradSampleModule(model.double(), loss_reduction="sum")
-    row_loss(hooked(x.double() if x.is_floating_point() else x)).sum().backward()
+    sample_loss(hooked(x.double() if x.is_floating_point() else x)).sum().backward()
     theirs = {n.removeprefix("_module."): p.grad_sample for n, p in hooked.named_parameters()}
     assert relative_error(grads, theirs) < 1e-12
 

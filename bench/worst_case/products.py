@@ -17,7 +17,7 @@ from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_record
 from fastclip import ops
 from fastclip.ops.planner import NormMethod as Plan
 from fastclip.ops.planner import Planner
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules import LinearRecord, LookupRecord, Record, joint_record
 from fastclip.rules.contraction import GroupedRecord, ProductRecord, RoutedRecord
 from fastclip.rules.contribution import FoldedRecord
@@ -131,7 +131,7 @@ def _units(ghost: bool, split: bool = False) -> Make:
     def make(a: Tensor, g: Tensor) -> Record:
         b = len(a)
         owner = torch.arange(b).repeat_interleave(2)
-        units = UnitRows(owner, b, 2, "sum")
+        units = UnitSamples(owner, b, 2, "sum")
         rows = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in (a, g)]
         if not split:
             return LinearRecord(*rows, ghost=ghost).of_units(units)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastclip.accounting.epsilon import (
+    check_constant_noise,
     checked,
     epsilon,
     history,
     open_accountant,
-    refuse_changing_noise,
 )
 from fastclip.accounting.rdp import quiet_orders
-from fastclip.accounting.steps import History, Rate, checked_rate, probability, refuse_truncated
+from fastclip.accounting.steps import History, Rate, check_not_truncated, checked_rate, probability
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.core.checks import between, positive, whole
 from fastclip.errors import ArgumentError
@@ -80,11 +80,11 @@ def find_noise_multiplier(
             "reached: let it decay more slowly"
         )
     open_accountant(accountant)
-    refuse_truncated(unit, accountant)
+    check_not_truncated(unit, accountant)
     others = checked(reserved)
-    refuse_truncated(others, accountant)
+    check_not_truncated(others, accountant)
     if accountant == "gdp":
-        refuse_changing_noise([*unit, *others])
+        check_constant_noise([*unit, *others])
 
     def spent(least: float) -> float:
         """Epsilon at the run's least multiplier; inf where the accountant gives up: too little noise."""

@@ -18,7 +18,7 @@ from opacus.accountants.analysis.gdp import compute_mu_poisson, compute_mu_unifo
 import fastclip.accounting.pld  # noqa: F401  # create_accountant("pld")
 from fastclip.accounting.numerical import gaussian_epsilon, numerical_epsilon
 from fastclip.accounting.rdp import opacus_epsilon
-from fastclip.accounting.steps import Entry, History, Rate, checked_rate, refuse_truncated, runs
+from fastclip.accounting.steps import Entry, History, Rate, check_not_truncated, checked_rate, runs
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.core.checks import between, positive, whole
 from fastclip.core.opacus_names import create_accountant
@@ -190,13 +190,13 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     accountant, entries = book.mechanism(), checked(list(book.history))
     if not entries:
         return 0.0
-    refuse_truncated(entries, accountant)
+    check_not_truncated(entries, accountant)
     if any(sigma == 0 for sigma, _, _ in entries):
         return math.inf
     kind = getattr(book, "kept_from", None)  # a ledger's own get_epsilon asks here
     book = holding(book, entries, kind)  # "gdp" reads the last one only
     if accountant == "gdp":
-        refuse_changing_noise(entries)
+        check_constant_noise(entries)
     try:
         found = _asked(book, entries, delta, **options)
     except FastclipError:
@@ -275,7 +275,7 @@ def open_accountant(name: str) -> IAccountant:
         ) from error
 
 
-def refuse_changing_noise(entries: Sequence[Entry]) -> None:
+def check_constant_noise(entries: Sequence[Entry]) -> None:
     """Opacus' "gdp" reads the last entry only, so it would forget the others.
 
     Raises:

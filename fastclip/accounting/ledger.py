@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from opacus.accountants import IAccountant
 
-from fastclip.accounting.epsilon import holding, open_accountant, refuse_changing_noise
+from fastclip.accounting.epsilon import check_constant_noise, holding, open_accountant
 from fastclip.accounting.epsilon import spent as spent_epsilon
 from fastclip.accounting.ledger_file import LineLog, NotWritten, WriteAheadLog
 from fastclip.accounting.steps import (
@@ -25,11 +25,11 @@ from fastclip.accounting.steps import (
     Segments,
     Spent,
     check_entries,
+    check_not_truncated,
     digest,
     joined,
     protected_by,
     read_segments,
-    refuse_truncated,
     remainder,
     runs,
     saved_entries,
@@ -162,7 +162,7 @@ class Ledger(Asked):
             ArgumentError: for a truncated draw that this accountant does not know.
             StepError: its file (`write_ahead`) cannot be written; the step is not recorded.
         """
-        refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
+        check_not_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
         if self._names.process != this_process():  # a fork: its parent goes on under the same name
             self._begin(self.segments())
         self.check_cuts()
@@ -372,9 +372,9 @@ class Ledger(Asked):
 
     def _with(self, others: Segments) -> Segments:
         merged = union(self.segments(), others)
-        refuse_truncated(joined(merged), self.mechanism())
+        check_not_truncated(joined(merged), self.mechanism())
         if self.mechanism() == "gdp":
-            refuse_changing_noise(joined(merged))
+            check_constant_noise(joined(merged))
         return merged
 
     def _begin(self, others: Segments) -> None:

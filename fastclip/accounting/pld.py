@@ -184,7 +184,7 @@ def loss_distribution(history: Iterable[Entry], eps_error: float, delta_error: f
         parts.append((full**-0.5, 1.0, 1))
     count = sum(steps for _, _, steps in parts)
     mesh = min(error / _FINEST, error / math.sqrt(count * math.log(1 / delta_error) / 2))
-    _refuse_huge_mesh(parts, mesh)
+    _check_mesh(parts, mesh)
     found = None
     for sigma, rate, steps in parts:
         losses = _of_a_step(sigma, rate, mesh)
@@ -220,7 +220,7 @@ def _of_a_step(sigma: float, rate: Rate, mesh: float) -> Any:
     return replaced.compute_mixture(uncut, full)
 
 
-def _refuse_huge_mesh(parts: list[tuple[float, Rate, int]], mesh: float) -> None:
+def _check_mesh(parts: list[tuple[float, Rate, int]], mesh: float) -> None:
     """Little noise makes losses so large that their lists exhaust the memory."""
     book, widest = RDPAccountant(), 0.0
     for sigma, rate, steps in parts:

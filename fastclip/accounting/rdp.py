@@ -15,7 +15,7 @@ import numpy as np
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 
-from fastclip.accounting.steps import History, refuse_truncated
+from fastclip.accounting.steps import History, check_not_truncated
 from fastclip.errors import ArgumentError
 
 # Orders near 1 serve large epsilons, those beyond 63 small ones. Opacus' binomials overflow to an
@@ -34,7 +34,7 @@ def run_rdp(history: History, orders: Sequence[float] = ORDERS) -> np.ndarray:
     Source: Mironov et al. 2019 (sampled Gaussian), as Opacus computes it.
     """
     grid = checked_orders(orders)
-    refuse_truncated(history, "rdp")
+    check_not_truncated(history, "rdp")
     total = np.zeros(len(grid))
     for sigma, rate, steps in history:
         total += _one_step(rate, sigma, tuple(grid)) * steps

@@ -169,7 +169,7 @@ def checked_rate(rate: Any) -> Rate:
     return between("sample_rate", rate, 0, 1, closed=True)
 
 
-def refuse_truncated(entries: Any, mechanism: str) -> None:
+def check_not_truncated(entries: Any, mechanism: str) -> None:
     """Only "pld" knows what a truncated draw costs.
 
     Args:

@@ -56,11 +56,11 @@ def line(name: str, found: Finding | Told) -> str:
     else:
         cells += ["", "", "", "", "", f"2x{found.runs}"]
     cells.append(f"{found.seconds:.1f}")
-    row = f"{name:<{WIDTH}}" + "".join(f"{cell:>9}" for cell in cells)
+    sample = f"{name:<{WIDTH}}" + "".join(f"{cell:>9}" for cell in cells)
     if found.refuted:
-        return "; ".join([row + "  REFUTED", *found.faults])
+        return "; ".join([sample + "  REFUTED", *found.faults])
     nothing = isinstance(found, Finding) and found.says_nothing
-    return row + "  SAYS NOTHING: far fewer guesses are right than the claim allows" * nothing
+    return sample + "  SAYS NOTHING: far fewer guesses are right than the claim allows" * nothing
 
 
 def _settings(options: argparse.Namespace) -> list[Planned]:

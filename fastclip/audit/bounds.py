@@ -379,7 +379,7 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
                     delta: float) -> float:  # fmt: skip
     """The largest epsilon of the family, at any noise, that so many right guesses refute.
 
-    Of a mechanism with cut draws it is that of any mechanism: their price is of rows that take each
+    Of a mechanism with cut draws it is that of any mechanism: their price is of samples that take each
     other's place, which canaries with entries of their own do not see. Guesses are independent: of
     canaries that share no coordinate of a release whose noise is claimed to be independent from
     coordinate to coordinate. Their rate is bounded below by Clopper and Pearson.

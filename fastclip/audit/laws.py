@@ -166,7 +166,8 @@ def _of_size(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Draws of rows as they came, against Poisson sampling: each row at rate q, independent of all else.
+# Draws of samples as they came, against Poisson sampling: each sample at rate q, independent of all
+# else.
 
 
 _COINCIDENCES = 2500
@@ -178,16 +179,16 @@ def p_values_of_draws(
 ) -> dict[str, float]:
     """Of what is most unlike the law, by what is looked at.
 
-    Whole: rows come once at the most, and all of a unit; at q = 1 all come, at q = 0 none. Sizes:
+    Whole: samples come once at the most, and all of a unit; at q = 1 all come, at q = 0 none. Sizes:
     of all draws together Binomial(N T, q), and no more and no less unlike each other than
     Binomial(N, q) are; of draws that are cut none is above the largest, as many reach it and others
-    are as large as by chance. Rows: at any distance in the data set they are drawn together as
-    often as by chance. Steps: any two have as many rows of one rate in common as draws of their
+    are as large as by chance. Samples: at any distance in the data set they are drawn together as
+    often as by chance. Steps: any two have as many samples of one rate in common as draws of their
     sizes (hypergeometric).
 
     Args:
-        draws: shares of each row, or unit, that came, [steps, rows].
-        rates: that are accounted, [steps]. weights: factors of them, [rows]; None: all are 1.
+        draws: shares of each sample, or unit, that came, [steps, samples].
+        rates: that are accounted, [steps]. weights: factors of them, [samples]; None: all are 1.
     """
     whole = bool(((draws == 0) | (draws == 1)).all())
     came = draws.numpy() == 1
@@ -204,7 +205,7 @@ def p_values_of_draws(
     cut = [rate for rate in rates if isinstance(rate, TruncatedPoisson)]
     if cut:
         alike = _cut_sizes(sizes, cut[0])
-        # Given how many there are they are any of the rows.
+        # Given how many there are they are any of the samples.
         q = (np.clip(sizes, 0.5, n - 0.5) / n)[:, None] * factors
         whole = whole and cut == [cut[0]] * steps and cut[0].rows == n
     else:
@@ -220,7 +221,7 @@ def p_values_of_draws(
 
 
 def _sizes(sizes: np.ndarray, q: np.ndarray) -> float:
-    """Sums of independent rows of these rates, [steps, rows]."""
+    """Sums of independent samples of these rates, [steps, samples]."""
     even = (sizes - q.sum(1)) / np.sqrt((q * (1 - q)).sum(1))
     unlike, steps = float((even**2).sum()), len(sizes)
     return shared([
@@ -242,7 +243,7 @@ def _cut_sizes(sizes: np.ndarray, rate: TruncatedPoisson) -> float:
 
 
 def _rows(standard: np.ndarray, rate: float) -> float:
-    """Rows at every distance, in all steps together."""
+    """Samples at every distance, in all steps together."""
     steps, n = standard.shape
     counts = np.arange(n - 1, 0, -1) * steps
     enough = counts * rate**2 >= _COINCIDENCES

@@ -1,8 +1,8 @@
 """An attack on the mechanism through the real engine, and what it proves.
 
 Guesses are independent, as the canaries' coordinates are. Their number gives a lower bound; noise, draws
-and counts are held against their claimed laws. Beside that, two more runs of the same rows, small ones,
-must have no noise in common.
+and counts are held against their claimed laws. Beside that, two more runs of the same samples,
+small ones, must have no noise in common.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fastclip.clipping import Clipping, Thresholds, dp_sgd
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 # -------------------------------------------------------------------------------------------------
-# Canaries as rows, and models in which each has entries of its own.
+# Canaries as samples, and models in which each has entries of its own.
 
 
 LOUD = 1e4
@@ -55,20 +55,20 @@ _GOLDEN = 0.6180339887498949
 
 
 class Canaries(Dataset):
-    """Those that are there, one or several rows each; a row is the number of its canary."""
+    """Those that are there, one or several samples each; a sample is the number of its canary."""
 
-    def __init__(self, present: Tensor, rows: int) -> None:
-        self.numbers = present.nonzero().flatten().repeat_interleave(rows)
+    def __init__(self, present: Tensor, samples: int) -> None:
+        self.numbers = present.nonzero().flatten().repeat_interleave(samples)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, row: int) -> tuple[Tensor]:
-        return (self.numbers[row],)
+    def __getitem__(self, sample: int) -> tuple[Tensor]:
+        return (self.numbers[sample],)
 
-    def __getitems__(self, rows: Sequence[int]) -> Tensor:
-        """At once: row by row they would take longer than a step."""
-        return self.numbers[torch.as_tensor(rows, dtype=torch.int64, device="cpu")]
+    def __getitems__(self, samples: Sequence[int]) -> Tensor:
+        """At once: sample by sample they would take longer than a step."""
+        return self.numbers[torch.as_tensor(samples, dtype=torch.int64, device="cpu")]
 
 
 class Model(nn.Module):
@@ -127,7 +127,7 @@ class Entries(Model):
 
 
 class Tables(Model):
-    """A row of two embedding tables for each canary; the output is [b]."""
+    """A sample of two embedding tables for each canary; the output is [b]."""
 
     own = (1.0, 1.0)
 
@@ -169,20 +169,20 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first]}, {"params": others, "lr": 0.5}]
 
 
-def collate(rows: Any) -> tuple[Tensor]:
-    """Numbers that were fetched as a whole, or row by row."""
-    return (rows,) if isinstance(rows, Tensor) else tuple(default_collate(rows))
+def collate(samples: Any) -> tuple[Tensor]:
+    """Numbers that were fetched as a whole, or sample by sample."""
+    return (samples,) if isinstance(samples, Tensor) else tuple(default_collate(samples))
 
 
 # -------------------------------------------------------------------------------------------------
 # A canary a coordinate, through the real engine, sampler and noise.
 #
-# Canary (i, j) is a row whose gradient has one entry in each of two parameters, U[j, i] and V[j,
-# i], and is as good as none elsewhere: what the engine adds there, beside noise, is this row's
+# Canary (i, j) is a sample whose gradient has one entry in each of two parameters, U[j, i] and V[j,
+# i], and is as good as none elsewhere: what the engine adds there, beside noise, is this sample's
 # clipped contribution or nothing. Most are far above the threshold, every eleventh has a norm of
 # its own (`Canaries`). Each is in the data set by a fair coin. What the engine releases in each
 # step is scored by the likelihood ratio of the claimed mechanism. The audit knows, too, who was
-# drawn: what is released beside exactly clipped sums of these rows, and exact counts, must be noise
+# drawn: what is released beside exactly clipped sums of these samples, and exact counts, must be noise
 # alone.
 
 
@@ -195,18 +195,18 @@ class Setting:
         noise_multiplier, steps, rate: sigma, T and q.
         clipping: the strategy; the groups of a strategy with groups alternate from canary to canary.
         groups: number of them.
-        lookup: canaries are rows of embedding tables, not entries of linear layers.
+        lookup: canaries are samples of embedding tables, not entries of linear layers.
         tied: the two linear layers share their weight.
         max_grad_norm: first threshold, or one a parameter.
-        expected: B over the rows that are drawn on average.
-        physical: rows of a physical batch; None: the whole draw at once.
-        rows: of each canary, which is then a unit.
-        poisson: draw rows; else every pass takes all of them, in their order.
+        expected: B over the samples that are drawn on average.
+        physical: samples of a physical batch; None: the whole draw at once.
+        samples: of each canary, which is then a unit.
+        poisson: draw samples; else every pass takes all of them, in their order.
         secure: noise and draws from ChaCha20.
         ranks: processes of DistributedDataParallel.
         weighted: every fourth canary is drawn at a quarter of the rate, and not guessed.
         cut: the largest draw over the average one. Their number is public then: canaries that are out
-            are rows without a gradient.
+            are samples without a gradient.
         most: canaries at the most.
     """
 
@@ -239,7 +239,7 @@ class Attacked(NamedTuple):
         noise: what was released beside exactly clipped sums, over its claimed deviation,
             [steps, entries].
         sizes: entries of each parameter.
-        draws: of those that are there, shares of their rows that came, [steps, canaries].
+        draws: of those that are there, shares of their samples that came, [steps, canaries].
         counts: noise of the counts over its claimed deviation, flat; empty where nothing is counted.
         reach: the largest contribution over the sensitivity.
         history: steps that the engine recorded.
@@ -300,7 +300,7 @@ def attack(
 
 
 class Observer:
-    """Sees every release of a run, and knows every row."""
+    """Sees every release of a run, and knows every sample."""
 
     def __init__(self, setting: Setting, model: Model, inside: Tensor) -> None:
         self.setting, self.model, self.inside = setting, model, inside
@@ -325,7 +325,7 @@ class Observer:
         self, state: Thresholds, before: Thresholds, sigma: float, drawn: Tensor, divisor: float,
         counts: Tensor | None,
     ) -> None:  # fmt: skip
-        """A release, of these rows at these thresholds; counts are of those `before` them."""
+        """A release, of these samples at these thresholds; counts are of those `before` them."""
         clipping, s = self.setting.clipping, float(self.setting.clipping.sensitivity(state))
         layers = self.parts if clipping.threshold.per_layer else None
         scales = clipping.scales(self.norms, state, self.groups, layers) / s
@@ -393,7 +393,7 @@ def one_step(
     """A logical batch, in physical ones where the setting says so; others that follow are not drawn.
 
     Returns:
-        Of each canary, the share of its rows that came, on all ranks together.
+        Of each canary, the share of its samples that came, on all ranks together.
     """
     came = torch.zeros(len(loud), dtype=torch.float64, device="cpu")
     cut = nullcontext(loader) if setting.physical is None else BatchMemoryManager(
@@ -531,7 +531,7 @@ def judge(
     name: str, found: Attacked, inside: Tensor, delta: float, significance: float, alarm: float,
     start: float, again: Sequence[Attacked] = (),
 ) -> Finding:  # fmt: skip
-    """What an attack proves, and two small runs of the same rows."""
+    """What an attack proves, and two small runs of the same samples."""
     history, loud = found.history, found.loud
     right, guesses = int(((found.scores > 0) == inside)[loud].sum()), int(loud.sum())
     tests = {"guesses": p_of_guesses(history, right, guesses)}
@@ -596,7 +596,7 @@ SETTINGS = (
 )
 """What its interface has words for, with flat clipping."""
 MOST = 10_000
-"""Canaries: it keeps the whole gradient of every row."""
+"""Canaries: it keeps the whole gradient of every sample."""
 
 
 def audit_opacus(

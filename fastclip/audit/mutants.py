@@ -96,7 +96,7 @@ def accounting(
 
 
 def rates(factor: float) -> Callable[[], Any]:
-    """Rows are drawn at another rate than is accounted."""
+    """Samples are drawn at another rate than is accounted."""
 
     def made(sampler: Any) -> Any:
         def broken(self: SamplingPlan, generator: Any) -> Any:
@@ -109,7 +109,7 @@ def rates(factor: float) -> Callable[[], Any]:
 
 
 def draws(change: Callable[[PoissonSampler, Any], Tensor]) -> Callable[[], Any]:
-    """Rows of a step are `change(sampler, its own draw)`."""
+    """Samples of a step are `change(sampler, its own draw)`."""
     return lambda: replaced(PoissonSampler, "draw", lambda own: lambda self: change(self, own))
 
 
@@ -134,7 +134,7 @@ class Release:
         number: of the release in its run, from 0.
         divisor: public.
         physical: backward passes that it holds.
-        rows: that they had.
+        samples: that they had.
         kept: from release to release of a run, for the mutant's own use.
     """
 
@@ -185,7 +185,7 @@ def released(
 
 
 # -------------------------------------------------------------------------------------------------
-# Ways to break how rows are drawn, and how draws are recorded; mutants.py has the list.
+# Ways to break how samples are drawn, and how draws are recorded; mutants.py has the list.
 
 
 def same_draw(sampler: PoissonSampler, own: Any) -> Tensor:
@@ -199,8 +199,10 @@ def blocks(sampler: PoissonSampler, own: Any) -> Tensor:
 
 
 def of_one_size(sampler: PoissonSampler, own: Any) -> Tensor:
-    rows = sampler.num_samples
-    return torch.randperm(rows, device="cpu")[: round(rows * sampler.sample_rate)].sort().values
+    samples = sampler.num_samples
+    return (
+        torch.randperm(samples, device="cpu")[: round(samples * sampler.sample_rate)].sort().values
+    )
 
 
 def shuffled(sampler: PoissonSampler, own: Any) -> Tensor:
@@ -212,7 +214,7 @@ def shuffled(sampler: PoissonSampler, own: Any) -> Tensor:
     return found.sort().values
 
 
-def as_many_steps_as_rows() -> AbstractContextManager[None]:
+def as_many_steps_as_samples() -> AbstractContextManager[None]:
     """Of a pass."""
 
     def made(sampler: Any) -> Any:
@@ -245,8 +247,8 @@ def recorded_uncut() -> AbstractContextManager[None]:
     return replaced(recorded, "accounted_rate", lambda own: lambda design: design.rate)
 
 
-def first_rows() -> AbstractContextManager[None]:
-    """A draw that is too large keeps its first rows, not a random subset."""
+def first_samples() -> AbstractContextManager[None]:
+    """A draw that is too large keeps its first samples, not a random subset."""
     return replaced(
         PoissonSampler,
         "some",
@@ -257,7 +259,7 @@ def first_rows() -> AbstractContextManager[None]:
 
 
 def at_mean_rate() -> AbstractContextManager[None]:
-    """Rows of several rates are accounted at the mean of them, not at the largest."""
+    """Samples of several rates are accounted at the mean of them, not at the largest."""
 
     def made(weighted: Any) -> Any:
         def broken(*args: Any) -> Any:
@@ -391,13 +393,13 @@ def _counts_for_nothing() -> AbstractContextManager[None]:
     return replaced(clipping_state, "remaining", lambda own: lambda sigma, counts: sigma)
 
 
-def _rows_alone() -> AbstractContextManager[None]:
-    """The units of a batch are drawn, but its rows are clipped one by one."""
-    return replaced(LogicalBatch, "unit_rows", lambda own: lambda *args: (own(*args), None)[1])
+def _samples_alone() -> AbstractContextManager[None]:
+    """The units of a batch are drawn, but its samples are clipped one by one."""
+    return replaced(LogicalBatch, "unit_samples", lambda own: lambda *args: (own(*args), None)[1])
 
 
 def _averaged(found: Tensor, norms: Tensor, c: Tensor, norm_sq: Tensor) -> Tensor:
-    """All rows get the scale of their mean gradient; those of canaries are orthogonal."""
+    """All samples get the scale of their mean gradient; those of canaries are orthogonal."""
     mean = norms.square().sum().sqrt() / max(1, len(norms))
     return torch.full_like(found, float(c / torch.maximum(mean, c)))
 
@@ -415,8 +417,8 @@ def _empty_skipped(clean: list[Tensor], drawn: list[Tensor], step: Release) -> l
     return clean
 
 
-def _by_rows_drawn(clean: list[Tensor], drawn: list[Tensor], step: Release) -> list[Tensor]:
-    """Divided by the rows that came, which are data, in the place of the public B."""
+def _by_samples_drawn(clean: list[Tensor], drawn: list[Tensor], step: Release) -> list[Tensor]:
+    """Divided by the samples that came, which are data, in the place of the public B."""
     factor = step.divisor / max(1, step.rows)
     return [(c + n) * factor for c, n in zip(clean, drawn, strict=True)]
 
@@ -479,7 +481,7 @@ MUTANTS = (
            scales(lambda s, n, c, q: torch.where(n > 100 * c, s, torch.ones_like(s)))),
     Mutant("NaN where a row is", FOUR, sums(
         lambda x, s: [torch.where(y == 0, y, math.nan) for y in x])),
-    Mutant("rows clipped, not units", UNITS, _rows_alone),
+    Mutant("rows clipped, not units", UNITS, _samples_alone),
     Mutant("sums of the last step are kept", FOUR, sums(_stale)),
     Mutant("the same draw in every step", DRAWN, draws(same_draw)),
     Mutant("rows drawn in blocks of 64", DRAWN, draws(blocks)),
@@ -487,7 +489,7 @@ MUTANTS = (
     Mutant("a shuffled pass, cut to batches", DRAWN, draws(shuffled)),
     Mutant("drawn at twice the rate", DRAWN, rates(2.0)),
     Mutant("draws that are cut, recorded as uncut", CUT, recorded_uncut),
-    Mutant("draws cut to their first rows", CUT, first_rows),
+    Mutant("draws cut to their first rows", CUT, first_samples),
     Mutant("several rates recorded as their mean", WEIGHTED, at_mean_rate),
     Mutant("every second step recorded", FOUR,
            accounting(lambda k, sigma, q: (sigma, q) if k % 2 else None)),
@@ -495,9 +497,9 @@ MUTANTS = (
     Mutant("sigma recorded as 1.1 sigma", FOUR, accounting(lambda k, sigma, q: (1.1 * sigma, q))),
     Mutant("the stated epsilon is a tenth", FOUR, _tenth_of_epsilon),
     Mutant("empty steps skipped", FLAT, lambda: released(_empty_skipped)),
-    Mutant("divided by the rows drawn", FLAT, lambda: released(_by_rows_drawn)),
+    Mutant("divided by the rows drawn", FLAT, lambda: released(_by_samples_drawn)),
     Mutant("B = int(N q)", replace(FLAT, others=2), size_of_data),
-    Mutant("a pass of as many steps as rows", FLAT, as_many_steps_as_rows),
+    Mutant("a pass of as many steps as rows", FLAT, as_many_steps_as_samples),
     Mutant("thresholds from raw counts", MOVING, _raw_counts),
 )  # fmt: skip
 """Broken engines, each of which the audit flags."""

@@ -1,8 +1,8 @@
-"""Whole training runs on N rows and on N + 1, told apart by everything that they release.
+"""Whole training runs on N samples and on N + 1, told apart by everything that they release.
 
-The other rows, their number, and all settings are known to the attacker; the row in question is there
-or not. A run is what a user's is: make_private, a loop, thresholds that move. It is made many times, and
-every number that it releases is a score of its own.
+The other samples, their number, and all settings are known to the attacker; the sample in question
+is there or not. A run is what a user's is: make_private, a loop, thresholds that move. It is made
+many times, and every number that it releases is a score of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fastclip.clipping import (
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 FEWEST = 200
-"""Runs of each kind in which a number is found that shows the row in half of them."""
+"""Runs of each kind in which a number is found that shows the sample in half of them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Neighbors:
 
     Attributes:
         name: in the table.
-        others: N, rows that both hold.
+        others: N, samples that both hold.
         noise_multiplier, steps, rate, clipping: as everywhere; B is 1 whatever N is.
     """
 
@@ -64,7 +64,7 @@ class Told:
         claimed: epsilon that the engine states.
         bound: the largest of those of all scores, which share the significance.
         by: the score that it comes from.
-        runs: with the row, and as many without it.
+        runs: with the sample, and as many without it.
     """
 
     setting: str
@@ -86,7 +86,7 @@ class Told:
 def audit_neighbors(setting: Neighbors, *, runs: int = 400, delta: float = 1e-3,
                      significance: float = ALARM / MADE,
                      engine: Callable[..., Any] = FastPrivacyEngine) -> Told:  # fmt: skip
-    """Train `runs` times with the row and as often without it.
+    """Train `runs` times with the sample and as often without it.
 
     Args:
         setting: what is run.
@@ -125,14 +125,14 @@ def audit_neighbors(setting: Neighbors, *, runs: int = 400, delta: float = 1e-3,
 
 def one_run(setting: Neighbors, inside: bool, made: Any) -> dict[str, float]:
     """Numbers that a run of this engine releases."""
-    rows = torch.zeros(setting.others + inside, 3, dtype=torch.float32, device="cpu")
-    rows[: setting.others, 0] = 0.1
+    samples = torch.zeros(setting.others + inside, 3, dtype=torch.float32, device="cpu")
+    samples[: setting.others, 0] = 0.1
     if inside:
-        rows[-1, 1] = 0.99  # within C, so that it is counted, too
+        samples[-1, 1] = 0.99  # within C, so that it is counted, too
     model = nn.Linear(3, 1, bias=False, dtype=torch.float32, device="cpu")
     private, optimizer, loader = made.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(TensorDataset(rows), batch_size=1), max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(samples), batch_size=1), max_grad_norm=1.0,
         noise_multiplier=setting.noise_multiplier, clipping=setting.clipping,
         sample_rate=setting.rate, expected_batch_size=1,
     )  # fmt: skip

@@ -30,7 +30,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Report:
-    """Of one run; a function of what it released and of the canaries' coins, of no other row.
+    """Of one run; a function of what it released and of the canaries' coins, of no other sample.
 
     Attributes:
         claimed: epsilon that the engine states, at delta.
@@ -128,16 +128,16 @@ class Report:
 
     def markdown(self) -> str:
         """As Markdown."""
-        rows = "\n".join(f"| {name} | {value} |" for name, value in self.figures)
+        samples = "\n".join(f"| {name} | {value} |" for name, value in self.figures)
         notes = "\n".join(f"- {note}" for note in self.notes)
         return (
-            f"# {TITLE}\n\n**{self.verdict}**\n\n| | |\n|---|---:|\n{rows}\n\n"
+            f"# {TITLE}\n\n**{self.verdict}**\n\n| | |\n|---|---:|\n{samples}\n\n"
             f"## What it does not show\n\n{notes}\n"
         )
 
     def html(self) -> str:
         """As a page of its own."""
-        rows = "".join(
+        samples = "".join(
             f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
             for name, value in self.figures
         )
@@ -146,7 +146,8 @@ class Report:
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width"><title>{TITLE}</title><style>{STYLE}</style></head><body>'
-            f'<h1>{TITLE}</h1><p class="verdict {kind}">{escape(self.verdict)}</p><table>{rows}</table>'
+            f'<h1>{TITLE}</h1><p class="verdict '
+            f'{kind}">{escape(self.verdict)}</p><table>{samples}</table>'
             f"<h2>What it does not show</h2><ul>{notes}</ul></body></html>\n"
         )
 

@@ -1,4 +1,4 @@
-"""An audit of a user's own run: canaries among their rows, and what its weights tell of each coin."""
+"""An audit of a user's own run: canaries among their samples, and what its weights tell of each coin."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_drawn(who: str, designs: Iterable[SamplingDesign], coins: str | None) 
     """Refuse a run of which the coins tell nothing.
 
     Args:
-        who: the argument that is looked at. designs: how rows are drawn, of each model.
+        who: the argument that is looked at. designs: how samples are drawn, of each model.
         coins: their name; None where they were not mixed in by `mix_in`, so that nothing is known.
 
     Raises:
@@ -193,13 +193,13 @@ def _digest(scores: np.ndarray) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# Losses of canaries, one a row, and their derivatives by a model's weights.
+# Losses of canaries, one a sample, and their derivatives by a model's weights.
 
 
 Losses = Callable[[Any, Any], Tensor]
-"""losses(model, batch): the loss of each row, [b]."""
+"""losses(model, batch): the loss of each sample, [b]."""
 Batches = Iterable[tuple[int, Any]]
-"""(rows, batch) of all canaries, in order."""
+"""(samples, batch) of all canaries, in order."""
 
 
 def batches_of(canaries: Dataset[Any], batch_size: int, collate: Any) -> Iterator[tuple[int, Any]]:
@@ -214,20 +214,22 @@ def losses_of(model: nn.Module, losses: Losses, batches: Batches) -> Tensor:
     """Of a model in evaluation mode, [canaries], float64 on the CPU.
 
     Raises:
-        ArgumentError: they are not one a row.
+        ArgumentError: they are not one a sample.
     """
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
-            return torch.cat([_one_a_row(losses(model, batch), count) for count, batch in batches])
+            return torch.cat(
+                [_one_per_sample(losses(model, batch), count) for count, batch in batches]
+            )
     finally:
         for part, training in modes:
             part.training = training
 
 
 class Slopes(nn.Module):
-    """How the losses of rows change along a direction of the weights.
+    """How the losses of samples change along a direction of the weights.
 
     Args:
         model: of its own, which it is called with; what it is at is said at each call.
@@ -239,7 +241,7 @@ class Slopes(nn.Module):
         self.model, self._losses = model, (losses,)  # in a tuple: it may be a module
 
     def forward(self, batch: Any) -> Tensor:
-        """The loss of each row."""
+        """The loss of each sample."""
         return self._losses[0](self.model, batch)
 
     def along(
@@ -253,7 +255,7 @@ class Slopes(nn.Module):
             rest: the other parameters and the buffers.
 
         Raises:
-            ArgumentError: losses that are not one a row, or do not depend on the model.
+            ArgumentError: losses that are not one a sample, or do not depend on the model.
         """
         primal, tangent, held = (
             {f"model.{n}": t for n, t in d.items()} for d in (weights, step, rest)
@@ -275,11 +277,11 @@ class Slopes(nn.Module):
                     "does not depend on it: call the argument, losses(model, batch), not a model from "
                     "outside"
                 ) from error
-            found.append(_one_a_row(slopes, count))
+            found.append(_one_per_sample(slopes, count))
         return torch.cat(found)
 
 
-def _one_a_row(found: Tensor, count: int) -> Tensor:
+def _one_per_sample(found: Tensor, count: int) -> Tensor:
     if found.shape != (count,):
         raise ArgumentError(
             f"losses expects to return one loss a row, [{count}], got shape {tuple(found.shape)}; take "
@@ -321,7 +323,7 @@ class Watch(Seen):
     """Looks at each step of one optimizer from now on.
 
     Args:
-        model, optimizer: as make_private returned them. losses: of each row of a batch.
+        model, optimizer: as make_private returned them. losses: of each sample of a batch.
         batches: of all canaries. count: of the canaries.
         coins: as of `check_drawn`.
 
@@ -424,15 +426,15 @@ def mix_in(
 ) -> tuple[Dataset[Any], OwnRun]:
     """The data set with about half of the canaries in it, each by a fair coin of the operating system.
 
-    Canaries are rows that can go in without harm and that a model would have to learn by heart: rows of
-    the same form with labels or texts drawn at random. None may be in the data set already. Train on
-    what is returned, as ever; `OwnRun.report` says what can be told of the coins. A run on anything
-    that was made from it (a subset, a transformed data set) is refused, as is one that leaves canaries
-    out.
+    Canaries are samples that can go in without harm and that a model would have to learn by heart:
+    samples of the same form with labels or texts drawn at random. None may be in the data set
+    already. Train on what is returned, as ever; `OwnRun.report` says what can be told of the coins.
+    A run on anything that was made from it (a subset, a transformed data set) is refused, as is one
+    that leaves canaries out.
 
     Args:
-        data_set: with `len` and rows by number.
-        canaries: rows of the same form; the more, the more can be proved.
+        data_set: with `len` and samples by number.
+        canaries: samples of the same form; the more, the more can be proved.
         collate_fn: of the canaries, where scores are computed; as a DataLoader's.
 
     Returns:
@@ -496,12 +498,12 @@ class OwnRun:
         Args:
             model: after training, itself or a copy of it; it is read in evaluation mode. `report` takes
                 the scores with its engine only.
-            losses: of each row of a batch.
+            losses: of each sample of a batch.
             before: the model at its start; None takes the loss alone, which tells less.
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentError: losses that are not one a row, or `before` is `model`.
+            ArgumentError: losses that are not one a sample, or `before` is `model`.
         """
         size = whole("batch_size", batch_size, 1)
         own = {id(p) for p in model.parameters() if p.requires_grad}
@@ -527,7 +529,7 @@ class OwnRun:
         Args:
             model: as make_private returned it.
             optimizer: as make_private returned it.
-            losses: of each row of a batch, by operators that have a derivative in forward mode. They
+            losses: of each sample of a batch, by operators that have a derivative in forward mode. They
                 are given a copy of the model in evaluation mode, at the weights and buffers of the
                 step; what else the model keeps (numbers, switches) is that of now.
             batch_size: canaries at a time.
@@ -585,7 +587,7 @@ class OwnRun:
         times, or several deltas, are announced in the first report and share it.
 
         Args:
-            engine: of the run, whose claim is for rows that are added or removed: sample_rate and
+            engine: of the run, whose claim is for samples that are added or removed: sample_rate and
                 expected_batch_size were given.
             scores: one a canary, [canaries]; higher says "in".
             delta: of the claim, in (0, 1).

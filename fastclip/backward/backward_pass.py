@@ -27,7 +27,7 @@ from fastclip.core.numerics import margin, widen
 from fastclip.distributed.ranks import Ranks, whole
 from fastclip.errors import GraphError, where
 from fastclip.ops.planner import Planner
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules import KeptRecord, Record, joint_record
 from fastclip.rules.use import Target
 from fastclip.samples.calls import Calls, Forward
@@ -53,8 +53,8 @@ class BackwardPass:
         """A contribution has been admitted."""
         self._rows: int | None = None
         """Of every contribution."""
-        self.units: UnitRows | None = None
-        """Which rows are clipped as one; None: each alone."""
+        self.units: UnitSamples | None = None
+        """Which samples are clipped as one; None: each alone."""
         self.forwards: list[Forward] = []
         self.entries: dict[int, Entry] = {}
         """By the parameters' ids, which are quicker to find than themselves."""
@@ -102,7 +102,7 @@ class BackwardPass:
         """Nothing has been contributed."""
         return not self.entries and not self._derived
 
-    def admit(self, path: str, forward: Forward, rows: int, batch: LogicalBatch) -> None:
+    def admit(self, path: str, forward: Forward, samples: int, batch: LogicalBatch) -> None:
         """Check that a layer's contribution may enter; the first one begins the pass."""
         if forward.finished:
             raise GraphError(
@@ -116,16 +116,16 @@ class BackwardPass:
         if first:
             batch.begin_pass()
         if forward.batch_size is None:
-            forward.batch_size = rows
+            forward.batch_size = samples
         if self._rows is None:
             self._rows = self.batch_size
-        if rows != self._rows:
+        if samples != self._rows:
             raise GraphError(
-                f"{where(path)} contributes {rows} samples to a backward pass of {self._rows}: "
+                f"{where(path)} contributes {samples} samples to a backward pass of {self._rows}: "
                 "all forward passes under one loss must hold the same samples in the same rows"
             )
         if first:
-            self.units = batch.unit_rows(rows)
+            self.units = batch.unit_samples(samples)
 
     def take(self, parameter: nn.Parameter, record: Record) -> None:
         """Take a contribution to `parameter`."""
@@ -134,8 +134,8 @@ class BackwardPass:
         self._hold(parameter, record)
 
     @property
-    def joined(self) -> UnitRows | None:
-        """The units, if one may have several rows: then records are of units, not of rows."""
+    def joined(self) -> UnitSamples | None:
+        """The units, if one may have several samples: then records are of units, not of samples."""
         return self.units if self.units is not None and self.units.joined else None
 
     def _hold(self, parameter: nn.Parameter, record: Record) -> None:
@@ -190,8 +190,8 @@ class BackwardPass:
                 continue
             units = self.joined
             records = [r if units is None else r.of_units(units) for _, r in held]
-            rows = [record.per_sample() for record in records]
-            total = torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
+            samples = [record.per_sample() for record in records]
+            total = torch.stack(samples).sum(0) if len(samples) > 1 else samples[0]
             total = total.to(target.value.dtype)
             by_graph.setdefault(target.graph, []).append((target.edge, total))
         self._derived.clear()
@@ -216,7 +216,7 @@ class BackwardPass:
                 those that took part are added up, however a layer has run.
 
         Returns:
-            [l, u] where rows are clipped by units, in the order of `entries`.
+            [l, u] where samples are clipped by units, in the order of `entries`.
         """
         samples = self.batch_size if self.joined is None else self.joined.count
         norms: list[Tensor] = []
@@ -270,7 +270,7 @@ class BackwardPass:
         """What the records' gradients are multiplied by: `scales` [b], or [l, b], and `factor`.
 
         Args:
-            scales: [u], or [l, u], where rows are clipped by units.
+            scales: [u], or [l, u], where samples are clipped by units.
         """
         if self.units is None:
             return scales * factor
@@ -293,14 +293,14 @@ class BackwardPass:
         Args:
             factors: [b]; or [l, b], in the order of `entries`.
         """
-        rows = None
+        samples = None
         if factors.dim() == 2:
-            rows = {own: i for i, own in enumerate(self.entries)}
+            samples = {own: i for i, own in enumerate(self.entries)}
         while self.stacks:
             stack = self.stacks.pop()
             own = factors
-            if rows is not None:
-                of_stack = tuple(rows[id(parameter)] for parameter in stack.parameters)
+            if samples is not None:
+                of_stack = tuple(samples[id(parameter)] for parameter in stack.parameters)
                 own = factors.index_select(0, ops.index_on(of_stack, factors.device))
             sums.add_all(*zip(*stack.clipped_sums(own.to(stack.device)), strict=True))
         for parameters in sums.together([entry.parameter for entry in self.entries.values()]):
@@ -311,9 +311,9 @@ class BackwardPass:
                     continue
                 for record in entry.records:
                     record.check_unmodified()
-                if rows is None and linear.take(parameter, entry.records):
+                if samples is None and linear.take(parameter, entry.records):
                     continue
-                own = factors if rows is None else factors[rows[id(parameter)]]
+                own = factors if samples is None else factors[samples[id(parameter)]]
                 own = own.to(parameter.device)
                 for record in entry.records:
                     sums.add(parameter, record.clipped_sum(own))

@@ -3,7 +3,7 @@
 The node returns its input's gradient and lists the input and the output's gradient; a layer that
 normalizes lists samples' gradients, of one call of `fastclip.ops`. What is listed becomes records when
 the pass ends. A call for which anything is out of the ordinary (a transform, a checkpoint or other hooks
-on saved tensors, rows that lie elsewhere, parameters that were replaced) goes its usual way, through
+on saved tensors, samples that lie elsewhere, parameters that were replaced) goes its usual way, through
 `PrivateLayer`, in the same pass.
 """
 
@@ -137,7 +137,8 @@ class BareLayers:
             inputs: of the model.
 
         Returns:
-            False if it is to run as it is: what its layers list is not known yet, or there are no rows.
+            False if it is to run as it is: what its layers list is not known yet, or there are no
+            samples.
         """
         forward = self._begun
         if forward is None or forward.layout is None or forward.layout.axis:

@@ -19,12 +19,12 @@ from fastclip.accounting import NoiseLevels, remaining, split
 from fastclip.accounting.epsilon import multiplier
 from fastclip.clipping import Clipping, Thresholds
 from fastclip.clipping.contract import check_contract
-from fastclip.clipping.policy import LARGEST, SMALLEST, split_refused
+from fastclip.clipping.policy import LARGEST, SMALLEST, split_error
 from fastclip.core.checks import whole
 from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, say
 from fastclip.ops.noise import NoiseSource, SeededNoise
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 
 
 class ClippingState:
@@ -62,7 +62,7 @@ class ClippingState:
         """Noisy counts drawn ahead of the step ("same_step"), and their sigma_count."""
         self._groups: Tensor | None = None
         self.ranks: Ranks | None = None
-        """Who trains the same model on other rows; their counts are counted together."""
+        """Who trains the same model on other samples; their counts are counted together."""
 
     # Noise levels
 
@@ -106,7 +106,7 @@ class ClippingState:
     # Groups
 
     def set_groups(self, ids: Tensor, placeholder: bool = False) -> None:
-        """Groups of the rows of the next backward pass, int64 [b]; see `engine.set_groups`."""
+        """Groups of the samples of the next backward pass, int64 [b]; see `engine.set_groups`."""
         if (
             not isinstance(ids, Tensor) or ids.dim() != 1 or ids.layout != torch.strided
             or ids.is_floating_point() or ids.is_complex()
@@ -137,21 +137,21 @@ class ClippingState:
             yield number
 
     def _take_groups(
-        self, rows: int, device: torch.device, placeholder: bool, units: UnitRows | None
+        self, samples: int, device: torch.device, placeholder: bool, units: UnitSamples | None
     ) -> Tensor | None:
         """The groups of this pass, used up by it: a stale one must never serve another batch."""
         if self.strategy.threshold.num_groups is None:
             return None
         groups, self._groups = self._groups, None
-        if placeholder or not rows:
-            return torch.full((rows,), -1, dtype=torch.int64, device=device)
+        if placeholder or not samples:
+            return torch.full((samples,), -1, dtype=torch.int64, device=device)
         name = type(self.strategy.threshold).__name__
         if groups is None:
             raise StepError(
                 f"clipping with {name} needs the group of every row: call engine.set_groups(ids), "
                 "ids an int64 tensor [b], before each backward pass"
             )
-        expected = rows if units is None else len(units)
+        expected = samples if units is None else len(units)
         if units is not None and len(groups) * units.views == expected:  # of samples, not of views
             groups = groups.repeat_interleave(units.views)
         if len(groups) != expected:
@@ -166,22 +166,23 @@ class ClippingState:
 
     def clip(
         self, norm_sq: Tensor, layers: Tensor | None, *, fresh: bool, placeholder: bool,
-        units: UnitRows | None = None,
+        units: UnitSamples | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Scales of a physical batch, [b] (or [l, b] per layer), and its raw norms [b].
 
         Args:
             norm_sq: squared norms of the parameters that took part, [l, b].
-            layers: their rows in a per-layer state, int64 [l].
+            layers: their samples in a per-layer state, int64 [l].
             fresh: the first physical batch of its logical batch.
-            placeholder: its one row stands for an empty draw: it is neither counted nor summed.
-            units: where rows are clipped by units, b of them: a unit is in the group of its first row.
+            placeholder: its one sample stands for an empty draw: it is neither counted nor summed.
+            units: where samples are clipped by units, b of them: a unit is in the group of its
+            first sample.
         """
         policy = self.strategy.threshold
         if policy.same_step and not fresh:
-            raise StepError(split_refused(type(policy).__name__))
-        device, rows = norm_sq.device, norm_sq.shape[1]
-        groups = self._take_groups(rows, device, placeholder, units)
+            raise StepError(split_error(type(policy).__name__))
+        device, samples = norm_sq.device, norm_sq.shape[1]
+        groups = self._take_groups(samples, device, placeholder, units)
         self.next = self.next.to(device)
         state, counts, drawn = self.next if fresh else self.current, self._counts, self._drawn
         counted = policy.count_noise_ratio is not None and not placeholder
@@ -205,7 +206,7 @@ class ClippingState:
     def _stepped(self, counts: Tensor | None, batch_size: float) -> tuple[Tensor, Thresholds]:
         """Noisy counts, and the thresholds they lead to."""
         policy = self.strategy.threshold
-        if counts is None:  # only placeholder rows
+        if counts is None:  # only placeholder samples
             counts = self._no_counts()
         if self.ranks is not None:
             counts = self.ranks.total(counts)

@@ -130,7 +130,9 @@ class LeakGuard:
         for p, name in others.items():
             if p.requires_grad and p not in self._others:
                 self._others.add(p)
-                self._handles.append(p.register_hook(partial(_refuse_other, name, ref(grad_state))))
+                self._handles.append(
+                    p.register_hook(partial(_check_gradient, name, ref(grad_state)))
+                )
 
     def disarm(self) -> None:
         """Remove the hooks."""
@@ -163,7 +165,7 @@ def arm(grad_state: Any) -> None:
     grad_state.guard.arm_others(grad_state.others, grad_state)
 
 
-def _refuse_other(name: str, grad_state: ref[Any], gradient: Tensor | None) -> None:
+def _check_gradient(name: str, grad_state: ref[Any], gradient: Tensor | None) -> None:
     owner = grad_state()
     if gradient is not None and owner is not None and owner.running:
         raise ParameterLeakError(
@@ -173,7 +175,7 @@ def _refuse_other(name: str, grad_state: ref[Any], gradient: Tensor | None) -> N
         )
 
 
-_OWN = (_met, _refuse_other)
+_OWN = (_met, _check_gradient)
 """Hooks that look whether there is a gradient."""
 _FUNCTION = attrgetter("func")
 
@@ -271,7 +273,7 @@ def check_alone(names: Mapping[nn.Parameter, str]) -> None:
 class NonFiniteMonitor:
     """Warns once that a sample's gradient was not finite; on a GPU it never waits to know.
 
-    Only where it is enabled: the warning looks at one row's data, so it is for debugging and not
+    Only where it is enabled: the warning looks at one sample's data, so it is for debugging and not
     private.
     """
 

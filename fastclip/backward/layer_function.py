@@ -14,7 +14,7 @@ from fastclip.backward.state import SeenLayer
 from fastclip.backward.traced_step import Seen
 from fastclip.core.autograd import differentiable_once, private_function, save, saved, taking_part
 from fastclip.errors import GraphError, where
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules import Record
 from fastclip.rules.contribution import Contribution, FoldedRecord, LastCast
 from fastclip.rules.protocol import check_customised
@@ -26,27 +26,27 @@ class Call:
     """What a layer's call leaves for its backward, apart from tensors that autograd watches."""
 
     def __init__(
-        self, handle: SeenLayer, module: nn.Module, forward: Forward, place: BatchAxis, extra: Any,
+        self, handle: SeenLayer, module: nn.Module, forward: Forward, batch_axis: BatchAxis, extra: Any,
         parameters: dict[str, nn.Parameter],
     ) -> None:  # fmt: skip
         self.handle, self.module, self.forward = handle, module, forward
-        self.place, self.extra, self.parameters = place, extra, parameters
-        self.row_order = forward.row_order
+        self.batch_axis, self.extra, self.parameters = batch_axis, extra, parameters
+        self.sample_order = forward.sample_order
         self.paused = handle.grad_state.paused
         self.seen: Seen | None = None
         """What the trace knows of the output."""
 
     def samples_of(self, x: Tensor) -> Tensor | None:
         """The sample of every entry of the input or output, as an attribution; None if unknown."""
-        order, place, batch = self.row_order, self.place, self.forward.batch_size
+        order, batch_axis, batch = self.sample_order, self.batch_axis, self.forward.batch_size
         if order is not None:
             return order[: x.shape[0]].cpu().view([-1] + [1] * (x.dim() - 1))
         if batch is None:
-            batch = x.shape[place.axis] if place.plain else None
-        if batch is None or not place.fits(x, batch):
+            batch = x.shape[batch_axis.axis] if batch_axis.plain else None
+        if batch is None or not batch_axis.fits(x, batch):
             return None
-        found = place.owners(x.shape[place.axis], batch, torch.device("cpu"))
-        return found.view([-1 if d == place.axis else 1 for d in range(x.dim())])
+        found = batch_axis.sample_of_entry(x.shape[batch_axis.axis], batch, torch.device("cpu"))
+        return found.view([-1 if d == batch_axis.axis else 1 for d in range(x.dim())])
 
 
 @private_function
@@ -184,44 +184,48 @@ class LayerBackward(Contribution):
         return grad_input
 
     def samples(self, x: Tensor) -> Tensor:
-        """`x` with one row a sample, in the order of the batch, along axis 0."""
-        order, place = self._call.row_order, self._call.place
+        """`x` with one entry per sample, in the order of the batch, along axis 0."""
+        order, batch_axis = self._call.sample_order, self._call.batch_axis
         if order is None:
-            return x if place.plain and not place.axis else place.rows(x, self._batch(x))
+            return (
+                x
+                if batch_axis.plain and not batch_axis.axis
+                else batch_axis.samples(x, self._batch(x))
+            )
         batch = self._call.forward.batch_size or len(order)
-        rows = x.new_zeros(batch, *x.shape[1:])
-        return rows.index_copy_(0, order[: x.shape[0]], x)
+        samples = x.new_zeros(batch, *x.shape[1:])
+        return samples.index_copy_(0, order[: x.shape[0]], x)
 
     def admit(self) -> None:
         """Check that this contribution may enter the running pass."""
-        order, forward = self._call.row_order, self._call.forward
-        rows = self._batch(self.g) if order is None else (forward.batch_size or len(order))
-        self._grad_state.admit(self.path, forward, rows)
+        order, forward = self._call.sample_order, self._call.forward
+        samples = self._batch(self.g) if order is None else (forward.batch_size or len(order))
+        self._grad_state.admit(self.path, forward, samples)
 
     def _batch(self, x: Tensor) -> int:
-        place, batch = self._call.place, self._call.forward.batch_size
-        if place.plain:
-            return x.shape[place.axis]
+        batch_axis, batch = self._call.batch_axis, self._call.forward.batch_size
+        if batch_axis.plain:
+            return x.shape[batch_axis.axis]
         if batch is None:
             raise GraphError(
                 f"{where(self.path, self._call.module)}: the model gives it several rows a sample, and "
                 "how many samples there are is not known in this call, of which no input has any; call "
                 "it by the model or one of its methods, with an input of one row a sample"
             )
-        if not place.fits(x, batch):
+        if not batch_axis.fits(x, batch):
             raise GraphError(
                 f"{self.path}: a tensor of shape {list(x.shape)} cannot hold {batch} samples"
             )
         return batch
 
     def _take(self, name: str, record: Record) -> None:
-        rule, place = self._call.handle.rule, self._call.place
+        rule, batch_axis = self._call.handle.rule, self._call.batch_axis
         assert rule is not None
-        if not place.plain and rule.axis(self.module) is not None:
-            record = FoldedRecord(record, place, self._batch(self.g))
+        if not batch_axis.plain and rule.axis(self.module) is not None:
+            record = FoldedRecord(record, batch_axis, self._batch(self.g))
         self._grad_state.record(self._wanted[name], record)
 
-    def _units(self) -> UnitRows | None:
+    def _units(self) -> UnitSamples | None:
         return self._grad_state.units
 
     def _named(self) -> str:

@@ -16,7 +16,7 @@ from fastclip.core.system import this_process
 from fastclip.data.draws import SampledBatches
 from fastclip.data.iteration import FORKED, PhysicalBatch
 from fastclip.errors import BatchSizeError, StepError
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 
 # -------------------------------------------------------------------------------------------------
 # What the sums of a logical batch are, and what may be done with them next: one table.
@@ -113,7 +113,7 @@ _ROWS: dict[State, tuple[State | Refusal, ...]] = {  # PASS, ALONE, SKIP, STEP, 
         State.RETIRED,
     ),
 }  # fmt: skip
-TABLE = {state: dict(zip(_COLUMNS, row, strict=True)) for state, row in _ROWS.items()}
+TABLE = {state: dict(zip(_COLUMNS, sample, strict=True)) for state, sample in _ROWS.items()}
 """State -> event -> the next state, or why it is refused."""
 
 
@@ -152,11 +152,11 @@ class LogicalBatch:
         self._begun: PhysicalBatch | None = None
         """The batch by whose units the pass under way clips; a loader in another thread draws on."""
         self._fills = False
-        """The next pass is over a placeholder row that stands for no draw."""
-        self.next_units: UnitRows | None = None
+        """The next pass is over a placeholder sample that stands for no draw."""
+        self.next_units: UnitSamples | None = None
         """Which samples of the next pass are clipped as one; it is used up by that pass."""
         self.views = 1
-        """Rows of the model's batch that are views of one sample, next to each other."""
+        """Samples of the model's batch that are views of one sample, next to each other."""
 
     def signal(self, skip: bool) -> None:
         """The step of the physical batch that comes next only accumulates, or does not.
@@ -254,14 +254,14 @@ class LogicalBatch:
         self.pending, self._state = self.pending + passes, after
 
     def fill(self) -> None:
-        """The next pass is over a placeholder row, and contributes nothing to the draw in hand.
+        """The next pass is over a placeholder sample, and contributes nothing to the draw in hand.
 
         Ranks that go through one model together make equally many passes, whatever they have drawn.
         """
         self._fills = True
 
-    def find(self, rows: int) -> bool:
-        """The pass holds `rows` rows, of the batch in hand; False if it is a placeholder.
+    def find(self, samples: int) -> bool:
+        """The pass holds `samples` samples, of the batch in hand; False if it is a placeholder.
 
         Raises:
             StepError, BatchSizeError: the data loader did not draw them.
@@ -270,16 +270,16 @@ class LogicalBatch:
             return False
         self._found, self._begun = self._begun, None
         if self._found is None and self.draws is not None:
-            self._found = self.draws.find(self._samples(rows))
+            self._found = self.draws.find(self._samples(samples))
         return self._found is None or self._found.draw.size > 0
 
     def in_hand(self) -> frozenset[int]:
-        """The numbers of rows that the next pass may hold; none where the draws do not tell."""
+        """The numbers of samples that the next pass may hold; none where the draws do not tell."""
         samples = frozenset() if self.draws is None else self.draws.in_hand
         return frozenset(n * self.views for n in samples)
 
     def _samples(self, rows: int) -> int:
-        """Of how many samples so many rows are the views.
+        """Of how many samples so many samples are the views.
 
         Raises:
             BatchSizeError: of no whole number.
@@ -288,16 +288,16 @@ class LogicalBatch:
         if rest:
             raise BatchSizeError(
                 f"views={self.views} expects {self.views} rows for each sample in this backward pass, "
-                f"got {rows} rows, which is no multiple. Give the model every view of every sample, "
+                f"got {samples} rows, which is no multiple. Give the model every view of every sample, "
                 f"as x.repeat_interleave({self.views}, 0) lays them out"
             )
         return samples
 
-    def unit_rows(self, rows: int) -> UnitRows | None:
-        """Which of the `rows` rows of the pass that begins are clipped as one; None: each alone.
+    def unit_samples(self, rows: int) -> UnitSamples | None:
+        """Which of the `samples` samples of the pass that begins are clipped as one; None: each alone.
 
         Raises:
-            StepError, BatchSizeError: they are not the rows that the data loader drew of those units.
+            StepError, BatchSizeError: they are not the samples that the data loader drew of those units.
         """
         units, self.next_units, self._begun = self.next_units, None, None
         if self._fills:
@@ -313,10 +313,10 @@ class LogicalBatch:
         return units if units is None or self.views == 1 else units.of_views(self.views)
 
     def check_no_units(self) -> None:
-        """Refuse units where gradients of single rows are clipped.
+        """Refuse units where gradients of single samples are clipped.
 
         Raises:
-            StepError: rows are to be clipped by units.
+            StepError: samples are to be clipped by units.
         """
         if self.next_units is not None or (self.draws is not None and self.draws.by_units):
             raise StepError(
@@ -324,18 +324,18 @@ class LogicalBatch:
                 "protects rows only; use the fast mode (omit grad_sample_mode)"
             )
 
-    def end_pass(self, rows: int, calls: int) -> None:
+    def end_pass(self, samples: int, calls: int) -> None:
         """The pass has contributed, through `calls` calls of the model."""
         if self.draws is not None and not self._fills:
             if self._found is not None:
-                self.draws.use(self._found, rows // self.views, calls)
+                self.draws.use(self._found, samples // self.views, calls)
             elif not self.draws.watching:
                 self.draws.unknown.gathered += 1
         self._found, self._fills = None, False
         self._contributed(1)
 
     def contribute(self, passes: list[int]) -> bool:
-        """Passes over so many rows each have been made since the last step; False: placeholders."""
+        """Passes over so many samples each have been made since the last step; False: placeholders."""
         number = max(1, len(passes))
         if self.draws is not None and not self.draws.watching:
             self.draws.unknown.gathered += number

@@ -1,8 +1,8 @@
 """The loss: its reduction, its scale, what traced steps found, and tensors outside of the model.
 
-Under "mean" the engine multiplies each gradient by b, the number of rows of the physical batch; under
+Under "mean" the engine multiplies each gradient by b, the number of samples of the physical batch; under
 "sum" it takes them as they are. A loss of the other kind leaves a factor b, or 1 / b, in every
-contribution. Each is still clipped to C, but b is data under Poisson sampling: one row more moves
+contribution. Each is still clipped to C, but b is data under Poisson sampling: one sample more moves
 every contribution that is not clipped, by up to C together, and adds its own, for noise of C.
 
 What can be told is told before training from the criterion, and in every backward pass from the
@@ -239,7 +239,7 @@ def _forget(task: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# What is trained beside the private model: its gradient comes of the same rows, and nobody clips
+# What is trained beside the private model: its gradient comes of the same samples, and nobody clips
 # it.
 #
 # A criterion with weights of its own (centres of classes, a temperature), or a part in front of the
@@ -308,12 +308,12 @@ def _refuse(what: str, task: int, gradient: Tensor | None) -> None:
         )
 
 
-def _is_trained(leaf: Tensor, rows: int | None) -> bool:
-    """A tensor with an entry for each row is a batch, whose gradient is its rows' own; values that
+def _is_trained(leaf: Tensor, samples: int | None) -> bool:
+    """A tensor with an entry for each sample is a batch, whose gradient is its samples' own; values that
     are computed from private parameters have a guard of their own."""
     if isinstance(leaf, nn.Parameter):
         return True
-    return type(leaf) is Tensor and rows is not None and rows not in leaf.shape
+    return type(leaf) is Tensor and samples is not None and samples not in leaf.shape
 
 
 # -------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def check_criterion(criterion: Any, loss_reduction: str, model: nn.Module) -> No
 
 
 def check_coupling(criterion: Any) -> None:
-    """Refuse a criterion that divides by the weights of the batch's rows.
+    """Refuse a criterion that divides by the weights of the batch's samples.
 
     Raises:
         ArgumentError: with the way out.
@@ -462,10 +462,10 @@ def check_begun() -> None:
 
 
 def check_loss(loss: SeenLoss | None, loss_reduction: str, batch_size: int) -> None:
-    """Refuse a loss that contradicts `loss_reduction`, or that couples rows.
+    """Refuse a loss that contradicts `loss_reduction`, or that couples samples.
 
     Raises:
-        GraphError: with the way out. Of one row, a sum and a mean are the same.
+        GraphError: with the way out. Of one sample, a sum and a mean are the same.
     """
     if loss is None or batch_size < 2:
         return

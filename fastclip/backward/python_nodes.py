@@ -131,9 +131,9 @@ class Slots:
         """Another one for each of them."""
         return id(self)
 
-    def begin(self, forward: Any, rows: int) -> None:
+    def begin(self, forward: Any, samples: int) -> None:
         """A forward pass of this thread begins, whose layers may be bare."""
-        self._running, self._thread = (forward, rows), get_ident()
+        self._running, self._thread = (forward, samples), get_ident()
 
     def end(self) -> None:
         """It is over."""
@@ -371,7 +371,7 @@ class _NormCall:
         return self._wanted[name] is not None
 
     def samples(self, x: Tensor) -> Tensor:
-        """Samples lie one a row."""
+        """Samples lie one a sample."""
         return x
 
     def record(self, name: str, record: KeptRecord) -> None:

@@ -37,11 +37,11 @@ from fastclip.distributed.processes import check_processes
 from fastclip.distributed.shards import Bucket, Shards, buckets
 from fastclip.errors import where
 from fastclip.ops.planner import PlanLog, Planner
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules import LayerRule, Record
 from fastclip.rules.interceptor import Interceptor, followed_checkpoints
 from fastclip.rules.use import Target
-from fastclip.samples.calls import Calls, Forward, RowOrders
+from fastclip.samples.calls import Calls, Forward, SampleOrders
 from fastclip.samples.layout import BatchLayout
 
 
@@ -71,7 +71,7 @@ class GradientState:
         self.calls = Calls(batch_axis, names, self.batch.in_hand)
         self.planner, self.plan_log = planner or Planner(), PlanLog()
         self.guard, self.outside = guards.LeakGuard(), loss.Outside()
-        self.monitor, self.row_orders = guards.NonFiniteMonitor(), RowOrders()
+        self.monitor, self.sample_orders = guards.NonFiniteMonitor(), SampleOrders()
         self.caught: Callable[[BackwardPass, float], None] | None = None
         """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
         self.depth, self.forward = 0, Forward(None)
@@ -144,7 +144,9 @@ class GradientState:
         if self.calls.outermost is not None and self.calls.outermost.forward is None:
             self.drop_stale()
         called = self.calls.reached(path)
-        if called is None or called.forward is None:  # by itself: its input's rows are the samples
+        if (
+            called is None or called.forward is None
+        ):  # by itself: the entries of its input are the samples
             if self.forward.finished or self.forward.batch_size is not None:
                 self.drop_stale()
                 self.forward = Forward(None)
@@ -235,8 +237,8 @@ class GradientState:
         return self._pass is not None
 
     @property
-    def units(self) -> UnitRows | None:
-        """Which rows of the running pass are clipped as one; None: each alone."""
+    def units(self) -> UnitSamples | None:
+        """Which samples of the running pass are clipped as one; None: each alone."""
         return None if self._pass is None else self._pass.joined
 
     @property
@@ -252,11 +254,11 @@ class GradientState:
         """Say in advance that a parameter is used more than once (tied or recurrent weights)."""
         self._shared.add(parameter)
 
-    def admit(self, path: str, forward: Forward, rows: int) -> None:
+    def admit(self, path: str, forward: Forward, samples: int) -> None:
         """Check that a layer's contribution may enter the running pass."""
         if self._pass is None:
             raise unopened(where(path))
-        self._pass.admit(path, forward, rows, self.batch)
+        self._pass.admit(path, forward, samples, self.batch)
 
     @property
     def current(self) -> BackwardPass:
@@ -306,7 +308,7 @@ class GradientState:
                 self._pass = None
                 current.unwatch()
             if not current.empty:
-                self.row_orders.finish(current.forwards)
+                self.sample_orders.finish(current.forwards)
                 current.pull_back(self.clipping.ranks)
                 self._close(current)
             self.penalties.finish()
@@ -331,10 +333,10 @@ class GradientState:
         self.contribute(norm_sq, layers, drawn, batch_size, calls, write, current.units)
 
     def contribute(
-        self, norm_sq: Tensor, layers: Tensor | None, drawn: bool, rows: int, calls: int,
-        write: Callable[[Tensor], None], units: UnitRows | None = None,
+        self, norm_sq: Tensor, layers: Tensor | None, drawn: bool, samples: int, calls: int,
+        write: Callable[[Tensor], None], units: UnitSamples | None = None,
     ) -> None:  # fmt: skip
-        """A pass over `rows` rows enters the sums: `write` adds them, given the scales."""
+        """A pass over `samples` samples enters the sums: `write` adds them, given the scales."""
         with self.batch.changing():  # until every sum is written
             try:
                 scales, self.per_sample_norms = self.clipping.clip(
@@ -344,18 +346,18 @@ class GradientState:
                 self.batch.unchanged()
                 raise
             write(scales)
-            self.batch.end_pass(rows, calls)
+            self.batch.end_pass(samples, calls)
         show(self.names)
         self.monitor.look(self.per_sample_norms)
 
     def contribute_none(self) -> None:
-        """What a pass over no rows of the batch in hand does.
+        """What a pass over no samples of the batch in hand does.
 
         Raises:
             StepError, BatchSizeError: as of such a pass.
         """
         self.batch.begin_pass()
-        units = self.batch.unit_rows(0)
+        units = self.batch.unit_samples(0)
         drawn, device = self.batch.find(0), next(iter(self.names)).device
         norm_sq = torch.zeros(len(self.names), 0, dtype=torch.float32, device=device)
         layers = torch.arange(len(self.names), device=device)
@@ -459,7 +461,7 @@ class ShardedSums(ClippedSums):
         """Of the parameters as the optimizer holds them."""
         self.buckets = buckets(reversed(held), _BUCKET)
         self.passes = 0
-        """That have been summed: a rank that has forgotten some has the sums of other rows."""
+        """That have been summed: a rank that has forgotten some has the sums of other samples."""
         self._parts: dict[Bucket, tuple[Tensor, int]] = {}
         self._shown: dict[Bucket, list[Tensor]] = {}
 

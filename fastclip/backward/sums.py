@@ -182,7 +182,7 @@ class Entry:
         join(self.records, record.settled())
 
     def settle(self) -> None:
-        """Make a record of its rows, if it has any."""
+        """Make a record of its samples, if it has any."""
         if self.rows is not None:
             gradients = self.rows.reshape(len(self.rows), *self.parameter.shape)
             self.records.append(KeptRecord(gradients))
@@ -245,7 +245,7 @@ class KeptStack:
         """
         sums = ops.kept_sums(self.gradients, scales).unbind()
         # `data` has a version of its own, so that no part need be copied out of the buffer.
-        return zip(self.parameters, (row.data for row in sums), strict=True)
+        return zip(self.parameters, (sample.data for sample in sums), strict=True)
 
 
 def norms_of_linear(entries: Sequence[Entry]) -> list[Stack]:
@@ -277,14 +277,14 @@ def norms_of_linear(entries: Sequence[Entry]) -> list[Stack]:
                 entry.norm_sq = norm_sq
             if gradients is not None:
                 size = gradients.shape[1:], gradients.dtype, gradients.device
-                small, rows = by_size.setdefault(size, ([], []))
+                small, samples = by_size.setdefault(size, ([], []))
                 small += [biases.pop(id(x)) for _, x in some]
-                rows.append(gradients)
+                samples.append(gradients)
     for entry in biases.values():  # whose weight has other uses
         entry.records[:] = [entry.records[0].settled()]
     return [
-        _stacked(small, rows[0] if len(rows) == 1 else torch.cat(rows))
-        for small, rows in by_size.values()
+        _stacked(small, samples[0] if len(samples) == 1 else torch.cat(samples))
+        for small, samples in by_size.values()
     ]
 
 
@@ -299,9 +299,9 @@ def _groups(
         yield group[first : first + most]
 
 
-def _stacked(small: list[Entry], rows: Tensor) -> Stack:
+def _stacked(small: list[Entry], samples: Tensor) -> Stack:
     """Gradients [k, b, n] of these, which get their norms."""
-    stack = KeptStack([entry.parameter for entry in small], rows)
+    stack = KeptStack([entry.parameter for entry in small], samples)
     for entry, norm_sq in zip(small, stack.norms().unbind(), strict=True):
         entry.records.clear()
         entry.norm_sq, entry.rows = norm_sq, None
@@ -320,19 +320,19 @@ def stack_small(entries: Iterable[Entry]) -> list[Stack]:
     """
     groups: dict[Any, tuple[list[Entry], list[Tensor]]] = {}
     for entry in entries:
-        rows = entry.rows
-        if rows is None:
+        samples = entry.rows
+        if samples is None:
             if entry.norm_sq is not None or len(entry.records) != 1:
                 continue
             record = entry.records[0]
             if not _is_small(record):
                 continue
             record.check_unmodified()
-            rows = record.per_sample()
-            rows = ops.shaped(rows, len(rows), rows.shape[1:].numel())
-        small, held = groups.setdefault((rows.shape, rows.dtype, rows.device), ([], []))
+            samples = record.per_sample()
+            samples = ops.shaped(samples, len(samples), samples.shape[1:].numel())
+        small, held = groups.setdefault((samples.shape, samples.dtype, samples.device), ([], []))
         small.append(entry)
-        held.append(rows)
+        held.append(samples)
     for small, _ in groups.values():
         if len(small) == 1:
             small[0].settle()

@@ -215,7 +215,7 @@ class _Taps(Function):
     def forward(ctx: Any, tapped: TappedLayers, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.tapped, ctx.pass_ = tapped, tapped.running
         ctx.set_materialize_grads(False)
-        rows = ctx.pass_.rows
+        samples = ctx.pass_.rows
         zeros: dict[torch.dtype, Tensor] = {}
         taps = []
         for use in ctx.pass_.uses:
@@ -225,7 +225,7 @@ class _Taps(Function):
                 shape, dtype = kind
                 if dtype not in zeros:
                     zeros[dtype] = parameters[0].new_zeros((), dtype=dtype)
-                taps.append(zeros[dtype].expand(rows, *shape))
+                taps.append(zeros[dtype].expand(samples, *shape))
         return tuple(taps)
 
     @staticmethod

@@ -38,8 +38,8 @@ from fastclip.samples.seeding import (
     as_given,
     check_input,
     check_views,
-    note_rows,
-    rows_of_input,
+    note_samples,
+    samples_of_input,
     seed_batch,
     seed_gradient,
     seed_input,
@@ -84,7 +84,7 @@ class Seen:
     shadow: Shadow
     cause: object | None
     rows: Tensor | None = None
-    """The sample of each row of the model's input; None: row i is sample i."""
+    """The sample of each entry of the model's input, [b]; None: entry i is sample i."""
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class _Step:
     seeded: bool = False
     """The batch of the loader has been seen."""
     unproven: object | None = None
-    """What in the model's forward the trace does not prove: there looks on few rows decide."""
+    """What in the model's forward the trace does not prove: there looks on few samples decide."""
     mixes: object | None = None
     """Where what a layer or use has given followed from several samples."""
     forwards: int = 0
@@ -109,7 +109,7 @@ class _Step:
     judged: bool = False
     """A backward pass has been judged; others of the same batch may come until the optimizer steps."""
     rows: Tensor | None = None
-    """The sample of each row of the inputs that the model was called with last."""
+    """The sample of each entry of the inputs that the model was called with last."""
     opened: bool = False
     """The backward pass under way trains the model."""
     by_outputs: bool = True
@@ -274,10 +274,10 @@ class StepTrace:
                 if not seed_input(step.tracer, leaf, axis, batch) or flat:
                     step.unproven = "inputs without an axis of samples"
             step.rows = next(
-                (r for x in pairs if (r := rows_of_input(step.tracer, *x)) is not None), None
+                (r for x in pairs if (r := samples_of_input(step.tracer, *x)) is not None), None
             )
             if step.rows is not None:
-                note_rows(step.tracer, step.rows)
+                note_samples(step.tracer, step.rows)
 
     @staticmethod
     def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:
@@ -473,7 +473,7 @@ class StepTrace:
             with tracer.aside():
                 came = tracer.shadow_of(g)
                 if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
-                    continue  # made of no sample, as a generator's rows are
+                    continue  # made of no sample, as a generator's samples are
                 samples = as_given(samples_of(x), None if seen is None else seen.rows)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())

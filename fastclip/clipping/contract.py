@@ -1,4 +1,4 @@
-"""A strategy must keep what it claims: looked at on a grid of norms before any row is read.
+"""A strategy must keep what it claims: looked at on a grid of norms before any sample is read.
 
 Noise is scaled to the sensitivity that a strategy states. A scale function or a policy of one's own
 that states too small a one would train without its guarantee and without an error.
@@ -186,10 +186,10 @@ def _check_independence(
     ):  # fmt: skip
         off = (found - alone).abs() > margin * alone.abs()
         if bool(off.any()):
-            row, i = off.nonzero()[0].tolist()
+            sample, i = off.nonzero()[0].tolist()
             raise ArgumentError(
-                f"{strategy.kind}: a sample's scale is {float(found[row, i]):g} in one batch and "
-                f"{float(alone[row, i]):g} in another, so it depends on the other samples (or on "
+                f"{strategy.kind}: a sample's scale is {float(found[sample, i]):g} in one batch and "
+                f"{float(alone[sample, i]):g} in another, so it depends on the other samples (or on "
                 "chance) and one sample would change the others' contributions; compute s(n) from "
                 "the sample's own norm, the state and its group"
             )
@@ -222,11 +222,11 @@ def _norms(
     near = 2.0 ** -_numbers(range(1, 30))
     beside = torch.linspace(0.05, 8, 160, dtype=torch.float64, device="cpu")
     thresholds = state.threshold.reshape(-1, 1)  # [k or l, 1]
-    rows = len(thresholds)
-    each = max(points // max(rows, strategy.threshold.num_groups or 1), _FEWEST)
+    samples = len(thresholds)
+    each = max(points // max(samples, strategy.threshold.num_groups or 1), _FEWEST)
     scan = torch.arange(each, dtype=torch.float64, device="cpu") + shift
     around = torch.cat([1 - near, _numbers([1]), 1 + near, beside, 10 ** (scan * 12 / each - 6)])
-    norms = torch.cat([absolute.expand(rows, -1), thresholds * around], dim=1)  # [k or l, n]
+    norms = torch.cat([absolute.expand(samples, -1), thresholds * around], dim=1)  # [k or l, n]
     if strategy.threshold.per_layer:
         halves = [norms.clone(), norms.clone()]  # some layers large, the others silent
         halves[0][::2], halves[1][1::2] = 0, 0

@@ -94,7 +94,7 @@ class ThresholdPolicy:
 
         Args:
             norms: [b], NaN or inf for a sample that is not finite (counted as clipped).
-            groups: int64 [b], -1 for a row that does not count; None without groups.
+            groups: int64 [b], -1 for a sample that does not count; None without groups.
         """
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ def clamp(thresholds: Tensor, lower: float | None = None, upper: float | None = 
     return thresholds.clamp(min=lower or SMALLEST, max=upper or LARGEST)
 
 
-def split_refused(policy: str) -> str:
+def split_error(policy: str) -> str:
     """What is said where a logical batch of a "same_step" policy is split."""
     return (
         f'{policy} with thresholds="same_step" needs the norms of the whole logical batch before it '

@@ -142,9 +142,9 @@ class Clipping:
         Args:
             norms: of each sample's whole gradient, [b].
             state: the thresholds of the logical batch.
-            groups: int64 [b], for policies of groups; a row of group -1 contributes nothing.
+            groups: int64 [b], for policies of groups; a sample of group -1 contributes nothing.
             layer_norms: for a per-layer policy, norms of each parameter tensor's gradient, [l, b].
-            layers: the rows of a per-layer state that `layer_norms` holds, int64 [l].
+            layers: the samples of a per-layer state that `layer_norms` holds, int64 [l].
 
         Returns:
             [b], or [l, b] for a per-layer policy. A sample whose norm is not finite gets scale 0

@@ -136,7 +136,7 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
     Raises:
         GraphError: hooks that are not torch's have put other tensors in their place. What these hold may
-            depend on all rows (one scale of a compressed batch), and no look at a model would see it.
+            depend on all samples (one scale of a compressed batch), and no look at a model would see it.
     """
     found: tuple[Any, ...] = ctx.saved_tensors
     if ctx.lay is None:

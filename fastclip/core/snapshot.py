@@ -45,8 +45,8 @@ class Facts(NamedTuple):
         if len(before) != len(now):
             return self.names
         of = self.of or _itself
-        rows = zip(self.names, before, now, strict=False)
-        return (name for name, x, y in rows if x is not y and of(x) != of(y))
+        samples = zip(self.names, before, now, strict=False)
+        return (name for name, x, y in samples if x is not y and of(x) != of(y))
 
 
 def _itself(x: Any) -> Any:

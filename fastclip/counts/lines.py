@@ -23,7 +23,7 @@ class Line:
 
     data_sets: tuple[str, ...]
     unit: str
-    """"row", "unit", or "" before the first release."""
+    """"sample", "unit", or "" before the first release."""
     epsilon: float
     delta: float
     releases: int

@@ -114,12 +114,12 @@ class CountQuery:
         groups: names of the groups, at least one.
         noise_multiplier: sigma, the noise's standard deviation over the sensitivity of all counts
             together; 0 for public data.
-        unit: what is protected as one: "row" (a sample), or "unit" (all samples of a patient), whose ids
-            come with the data.
-        measures: names of what is counted in each group, each 0 or 1 for a sample. "rows" is 1 for
+        unit: what is protected as one: "sample" (a sample), or "unit" (all samples of a patient),
+            whose ids come with the data.
+        measures: names of what is counted in each group, each 0 or 1 for a sample. "samples" is 1 for
             all.
         per_group: samples that a unit counts for in each group at most.
-        groups_per_unit: groups in which a unit counts at most. None: one if `unit` is "row" and the
+        groups_per_unit: groups in which a unit counts at most. None: one if `unit` is "sample" and the
             groups are disjoint, else all.
         disjoint: a sample is in one group, and `count` expects its number. Else a sample may be in
             several (intersections), and `count` expects a column of True and False for each.
@@ -239,8 +239,8 @@ def tally(query: CountQuery, groups: Any, measures: Mapping[str, Any], unit_ids:
     Args:
         query: what is counted.
         groups: the number of each sample's group, [n]; where groups overlap, True or False, [n, groups].
-        measures: of each measure but "rows" 0 or 1 for each sample, [n].
-        unit_ids: of each sample, [n]; None where query.unit is "row".
+        measures: of each measure but "samples" 0 or 1 for each sample, [n].
+        unit_ids: of each sample, [n]; None where query.unit is "sample".
 
     Returns:
         int64 [groups, measures], in steps of 1 / GRID.
@@ -259,20 +259,20 @@ def _clamped(
 ) -> np.ndarray:
     """The sum of all units' contributions, int64 [g, m]."""
     count = int(units.max()) + 1 if len(units) else 0
-    rows = np.zeros((count, member.shape[1]), dtype=np.int64)  # [u, g]
-    np.add.at(rows, units, member)
-    kept = rows > 0
+    samples = np.zeros((count, member.shape[1]), dtype=np.int64)  # [u, g]
+    np.add.at(samples, units, member)
+    kept = samples > 0
     if query.groups_per_unit < len(query.groups):  # type: ignore[operator]
-        order = np.argsort(-rows, axis=1, kind="stable")  # of equal ones the first
+        order = np.argsort(-samples, axis=1, kind="stable")  # of equal ones the first
         first = np.zeros_like(kept)
         np.put_along_axis(first, order[:, : query.groups_per_unit], True, axis=1)
         kept &= first
     found = np.zeros((member.shape[1], values.shape[1]), dtype=np.int64)
     for m, value in enumerate(values.T):
-        held = np.zeros_like(rows)
+        held = np.zeros_like(samples)
         np.add.at(held, units, member * value[:, None])
         # A unit of r > k samples in a group weighs k there, each of them k / r, rounded down.
-        weighed = (held * query.per_group * GRID) // np.maximum(rows, query.per_group)
+        weighed = (held * query.per_group * GRID) // np.maximum(samples, query.per_group)
         found[:, m] = np.where(kept, weighed, 0).sum(0)
     return found
 
@@ -302,7 +302,7 @@ def _membership(query: CountQuery, groups: Any) -> np.ndarray:
     return (given.astype(np.int64)[:, None] == np.arange(number)).astype(np.int64)
 
 
-def _values(query: CountQuery, measures: Mapping[str, Any], rows: int) -> np.ndarray:
+def _values(query: CountQuery, measures: Mapping[str, Any], samples: int) -> np.ndarray:
     wanted = {name for name in query.measures if name != "rows"}
     if not isinstance(measures, Mapping) or set(measures) != wanted:
         got = sorted(measures) if isinstance(measures, Mapping) else type(measures).__name__
@@ -310,32 +310,32 @@ def _values(query: CountQuery, measures: Mapping[str, Any], rows: int) -> np.nda
     columns: list[np.ndarray] = []
     for name in query.measures:
         if name == "rows":
-            columns.append(np.ones(rows, dtype=np.int64))
+            columns.append(np.ones(samples, dtype=np.int64))
             continue
         given = _array(name, measures[name])
-        if given.shape != (rows,):
+        if given.shape != (samples,):
             raise ArgumentError(
-                f"measure {name!r} expects a value for each of {rows} samples, got shape "
+                f"measure {name!r} expects a value for each of {samples} samples, got shape "
                 f"{list(given.shape)}"
             )
         columns.append(_zero_or_one(f"measure {name!r}", given))
     return np.stack(columns, 1)
 
 
-def _units(query: CountQuery, unit_ids: Any, rows: int) -> np.ndarray:
+def _units(query: CountQuery, unit_ids: Any, samples: int) -> np.ndarray:
     if query.unit == "row":
         if unit_ids is not None:
             raise ArgumentError(
                 "unit_ids came with a query of unit='row', which protects single samples. Use "
                 "unit='unit' to protect all samples of a patient"
             )
-        return np.arange(rows)
+        return np.arange(samples)
     if unit_ids is None:
         raise ArgumentError(
             "a query of unit='unit' needs to know which samples are one patient's. Pass unit_ids, one "
             "id for each sample"
         )
-    return unit_numbers(unit_ids, range(rows)).numpy()
+    return unit_numbers(unit_ids, range(samples)).numpy()
 
 
 def _array(name: str, given: Any) -> np.ndarray:
@@ -345,7 +345,7 @@ def _array(name: str, given: Any) -> np.ndarray:
         given = given.float().numpy() if given.dtype == torch.bfloat16 else given.numpy()
     try:
         found = np.asarray(given)
-    except ValueError as error:  # rows of unlike lengths
+    except ValueError as error:  # samples of unlike lengths
         raise ArgumentTypeError(f"{name} expects an array of numbers, got {error}") from None
     if found.size and found.dtype.kind not in "biuf":
         raise ArgumentTypeError(f"{name} expects an array of numbers, got {found.dtype}")

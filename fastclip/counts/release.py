@@ -141,8 +141,10 @@ class NoisyCounts:
         kind = f"noise of {self.std:.4g}" if self.std else "no noise"
         lines = [f"counts of {self.query.data.name}, {kind} on each"]
         width = max(map(len, self.query.groups))
-        for group, row in zip(self.query.groups, self.counts.tolist(), strict=True):
-            told = ", ".join(f"{m} {c:.1f}" for m, c in zip(self.query.measures, row, strict=True))
+        for group, sample in zip(self.query.groups, self.counts.tolist(), strict=True):
+            told = ", ".join(
+                f"{m} {c:.1f}" for m, c in zip(self.query.measures, sample, strict=True)
+            )
             lines.append(f"  {group:<{width}}  {told}")
         return "\n".join(lines)
 

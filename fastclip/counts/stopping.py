@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
 
 
 def overall_rate(counts: NoisyCounts) -> float:
-    """The share of the first measure among the second (correct among rows), over all groups."""
+    """The share of the first measure among the second (correct among samples), over all groups."""
     of, among = counts.query.measures[:2]
     return counts.rate(of, among).value
 

@@ -1,1 +1,1 @@
-"""Which rows a step may hold: sampling, loaders, draws."""
+"""Which samples a step may hold: sampling, loaders, draws."""

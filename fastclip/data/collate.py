@@ -37,7 +37,7 @@ from fastclip.data.collate_law import (
     rebuilt,
     tensors_of,
 )
-from fastclip.data.collate_probe import Probe, repeated_rows
+from fastclip.data.collate_probe import Probe, repeated_samples
 from fastclip.data.loader import asks_at_once
 from fastclip.errors import ArgumentError, BatchSizeError
 from fastclip.ops.random import set_aside
@@ -46,7 +46,8 @@ from fastclip.trace.findings import Cause
 _SPARE = 4
 """Items that are kept for a batch of one, which has no other content to compare with."""
 _SUSPECTED = 8
-"""So many batches of rows that are alike, of items that are not, are compared before they are normal."""
+"""So many batches of samples that are alike, of items that are not, are compared before they are
+normal."""
 _UNDECIDED = 16
 """So many batches that show nothing are compared before they are normal."""
 
@@ -166,7 +167,7 @@ class CheckedCollate(Checks):
     def _is_due(self, root: Node, items: list[Any], law: Law) -> bool:
         """Whether a batch is compared: the first, second, fourth ... of its kind."""
         kind = tuple((leaf.path, *_kind(leaf, len(items))) for leaf in leaves(root))
-        alike = repeated_rows(root, law)
+        alike = repeated_samples(root, law)
         suspected = alike > 0 and alike > alike_items(items)
         self._seen[kind, suspected] += 1
         count = self._seen[kind, suspected]
@@ -269,8 +270,8 @@ def _of_several() -> bool:
 def _kind(leaf: Leaf, items: int) -> tuple[Any, ...]:
     """What makes a batch another kind."""
     kind = leaf.value.dtype if isinstance(leaf.value, Tensor) else type(leaf.value)
-    rows = leaf.shape[0] if leaf.shape else None
-    return kind, len(leaf.shape), None if rows is None else (rows > items) - (rows < items)
+    samples = leaf.shape[0] if leaf.shape else None
+    return kind, len(leaf.shape), None if samples is None else (samples > items) - (samples < items)
 
 
 def _named(collate: Any) -> str:
@@ -294,7 +295,7 @@ def _of_the_trace(error: BaseException) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Batches of draws without rows: what the collate function makes, with none in it.
+# Batches of draws without samples: what the collate function makes, with none in it.
 #
 # Opacus' collator does so for tensors in dicts, lists and tuples, and fails on the rest when the
 # first empty draw comes, which may be hours later. This one knows from the beginning what it can
@@ -307,24 +308,24 @@ _CANNOT = (
     "let it make tensors, arrays, plain values, or dicts, lists, tuples and dataclasses of these"
 )
 _MANY = 24.0
-"""Where so many rows are drawn on average, none is with a probability of at most exp(-24)."""
+"""Where so many samples are drawn on average, none is with a probability of at most exp(-24)."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 class EmptyBatches(Checks):
     """Opacus' collator of a Poisson loader (CollateFnWithEmpty), for more than tensors.
 
-    Rows lie along the batch axis of tensors, along the first axis of arrays, and in lists that are as
-    long as the batch. Without rows these are empty; a placeholder row (rand_on_empty) is made of ones:
-    it is neither random, for a length or a divisor of 0 makes a model fail, nor a copy of a row, which
-    would train where a loop of its own takes it for a batch that was drawn.
+    Samples lie along the batch axis of tensors, along the first axis of arrays, and in lists that are as
+    long as the batch. Without samples these are empty; a placeholder sample (rand_on_empty) is made
+    of ones: it is neither random, for a length or a divisor of 0 makes a model fail, nor a copy of
+    a sample, which would train where a loop of its own takes it for a batch that was drawn.
 
     Args:
         collate: the user's function; None for the list of samples.
-        batch_first: rows lie along the first axis of tensors; else along the second.
-        rand_on_empty: an empty draw is a placeholder row.
+        batch_first: samples lie along the first axis of tensors; else along the second.
+        rand_on_empty: an empty draw is a placeholder sample.
         ordered: sample i of a batch must be the i-th drawn.
-        views: rows that the user's function may make of each sample.
+        views: samples that the user's function may make of each sample.
     """
 
     def __init__(
@@ -343,7 +344,7 @@ class EmptyBatches(Checks):
         """Why no empty batch can be made."""
 
     def __call__(self, batch: list[Any]) -> Any:
-        """Collated rows.
+        """Collated samples.
 
         Raises:
             ArgumentError: there are none, and no such batch can be made.
@@ -364,20 +365,20 @@ class EmptyBatches(Checks):
             raise ArgumentError(self.refusal)
         return copy.deepcopy(self.first_batch)
 
-    def collated(self, rows: list[Any]) -> Any:
+    def collated(self, samples: list[Any]) -> Any:
         """What the user's collate function makes, of a sample that is tried."""
-        return self.wrapped_collator_fn(rows) if self.wrapped_collator_fn else rows
+        return self.wrapped_collator_fn(samples) if self.wrapped_collator_fn else samples
 
-    def learn(self, batch: Any, rows: int, longer: Any = None) -> None:
+    def learn(self, batch: Any, samples: int, longer: Any = None) -> None:
         """Keep an empty batch like this one, or why there is none.
 
         Args:
-            batch: of `rows` rows. longer: the same with one row more, which tells lists of rows from
-                others; None: not known.
+            batch: of `samples` samples. longer: the same with one sample more, which tells lists of
+                samples from others; None: not known.
         """
         self.known = True
         try:
-            self.first_batch = self._empty(batch, rows, longer)
+            self.first_batch = self._empty(batch, samples, longer)
         except Exception as error:  # whatever types of the user's own raise
             try:
                 self.first_batch = self.collated([])
@@ -385,28 +386,28 @@ class EmptyBatches(Checks):
                 what = str(error) if isinstance(error, _CannotError) else type(batch).__name__
                 self.refusal = _CANNOT.format(what=what)
 
-    def _empty(self, batch: Any, rows: int, longer: Any) -> Any:
+    def _empty(self, batch: Any, samples: int, longer: Any) -> Any:
         if isinstance(batch, PackedSequence):
-            if not self.rand_on_empty or rows > 1:
+            if not self.rand_on_empty or samples > 1:
                 raise _CannotError("PackedSequence")
             return batch._replace(data=torch.ones_like(batch.data))
         if isinstance(batch, Tensor):
             shape = list(batch.shape)
             if shape:
                 axis = 0 if self.batch_first or len(shape) == 1 else 1
-                shape[axis] = self._placeholders(shape[axis], rows)
+                shape[axis] = self._placeholders(shape[axis], samples)
             return torch.ones(shape, dtype=batch.dtype, device=batch.device)
         if isinstance(batch, np.ndarray):
             shape = list(batch.shape)
-            shape[:1] = [self._placeholders(n, rows) for n in shape[:1]]
+            shape[:1] = [self._placeholders(n, samples) for n in shape[:1]]
             return np.ones(shape, dtype=batch.dtype)
-        if isinstance(batch, (list, tuple)) and _of_rows(batch, rows, longer, self.views):
-            return type(batch)([_ones(batch[0])] * self._placeholders(len(batch), rows))
-        return _rebuilt(batch, longer, lambda part, other: self._empty(part, rows, other))
+        if isinstance(batch, (list, tuple)) and _of_rows(batch, samples, longer, self.views):
+            return type(batch)([_ones(batch[0])] * self._placeholders(len(batch), samples))
+        return _rebuilt(batch, longer, lambda part, other: self._empty(part, samples, other))
 
-    def _placeholders(self, length: int, rows: int) -> int:
-        """Rows of an empty batch, where those of `rows` samples have this length."""
-        each = self.views if length == rows * self.views else 1
+    def _placeholders(self, length: int, samples: int) -> int:
+        """Samples of an empty batch, where those of `samples` samples have this length."""
+        each = self.views if length == samples * self.views else 1
         return each if self.rand_on_empty else 0
 
 
@@ -421,30 +422,30 @@ class _CannotError(Exception):
     """The name of a type of which nothing empty can be made."""
 
 
-def _of_rows(batch: Any, rows: int, longer: Any, views: int) -> bool:
-    """Whether a list has an entry for each row, or for each view of it."""
-    if len(batch) not in (rows, rows * views) or hasattr(batch, "_fields"):
+def _of_rows(batch: Any, samples: int, longer: Any, views: int) -> bool:
+    """Whether a list has an entry for each sample, or for each view of it."""
+    if len(batch) not in (samples, samples * views) or hasattr(batch, "_fields"):
         return False
     if longer is not None:
-        return bool(len(longer) * rows == (rows + 1) * len(batch))
+        return bool(len(longer) * samples == (samples + 1) * len(batch))
     return all(isinstance(entry, _PLAIN) for entry in batch)
 
 
-def _ones(row: Any) -> Any:
-    """Something like a row, of ones."""
-    if isinstance(row, Tensor):
-        return torch.ones_like(row)
-    if isinstance(row, np.ndarray):
-        return np.ones_like(row)
-    if isinstance(row, bytes):
+def _ones(sample: Any) -> Any:
+    """Something like a sample, of ones."""
+    if isinstance(sample, Tensor):
+        return torch.ones_like(sample)
+    if isinstance(sample, np.ndarray):
+        return np.ones_like(sample)
+    if isinstance(sample, bytes):
         return b"1"
-    if isinstance(row, (str, bool, int, float, complex)):
-        return type(row)(1)
-    return _rebuilt(row, None, lambda part, _: _ones(part))
+    if isinstance(sample, (str, bool, int, float, complex)):
+        return type(sample)(1)
+    return _rebuilt(sample, None, lambda part, _: _ones(part))
 
 
 def _rebuilt(whole: Any, longer: Any, of_part: Callable[[Any, Any], Any]) -> Any:
-    """The same of other parts; a plain value, which is not of single rows, as it is.
+    """The same of other parts; a plain value, which is not of single samples, as it is.
 
     Raises:
         _CannotError: it is not known what its parts are.
@@ -475,12 +476,12 @@ def _rebuilt(whole: Any, longer: Any, of_part: Callable[[Any, Any], Any]) -> Any
 
 
 # -------------------------------------------------------------------------------------------------
-# Collate functions, tried before rows are drawn: whether they keep the order of rows, which tells
+# Collate functions, tried before samples are drawn: whether they keep the order of samples, which tells
 # whose each of them is, and what an empty batch looks like.
 
 
 _MOST = 16
-"""Rows that are looked at, spread over the data set."""
+"""Samples that are looked at, spread over the data set."""
 _WAY_OUT = (
     "; with unit_ids row i of a batch must be the i-th drawn, for its place says whose it is; pass a "
     "collate_fn that keeps the order and draws no random numbers (let the data set's __getitem__ draw "
@@ -497,17 +498,17 @@ _NONE = (
 )
 
 
-def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = True) -> None:
-    """Refuse a collate function, or a data set's __getitems__, that may change the order of rows.
+def check_sample_order(loader: DataLoader, samples: list[int], batch_first: bool = True) -> None:
+    """Refuse a collate function, or a data set's __getitems__, that may change the order of samples.
 
-    A few rows are read and collated in three orders, with the same random numbers.
+    A few samples are read and collated in three orders, with the same random numbers.
 
     Args:
-        rows: those that may be drawn.
-        batch_first: rows lie along axis 0; else along axis 0 or 1.
+        samples: those that may be drawn.
+        batch_first: samples lie along axis 0; else along axis 0 or 1.
 
     Raises:
-        ArgumentError: the batches are not the same rows in these orders, or it cannot be told.
+        ArgumentError: the batches are not the same samples in these orders, or it cannot be told.
     """
     dataset, collate = loader.dataset, loader.collate_fn
     while isinstance(collate, EmptyBatches):  # of a Poisson loader, around the user's own
@@ -515,8 +516,8 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
     collate = plain_collate(without_empty(collate))
     if collate is default_collate and not _reads_at_once(dataset):
         return
-    n = min(len(rows), _MOST)
-    chosen = [rows[i * (len(rows) - 1) // max(n - 1, 1)] for i in range(n)]
+    n = min(len(samples), _MOST)
+    chosen = [samples[i * (len(samples) - 1) // max(n - 1, 1)] for i in range(n)]
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(n, generator=generator, device="cpu").tolist()
     name = f"collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
@@ -542,8 +543,8 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
             )
 
 
-def know_empty(loader: DataLoader, row: int) -> None:
-    """Let the collate function of a Poisson loader learn from a row what a batch looks like.
+def know_empty(loader: DataLoader, sample: int) -> None:
+    """Let the collate function of a Poisson loader learn from a sample what a batch looks like.
 
     Raises:
         ArgumentError: the data set has no samples by number, or draws may be empty, and no such batch
@@ -553,14 +554,16 @@ def know_empty(loader: DataLoader, row: int) -> None:
     assert isinstance(collate, EmptyBatches)
     with generators_restored():
         try:
-            read, longer = _reader(dataset, [row]), None
+            read, longer = _reader(dataset, [sample]), None
             batch = collate.collated(read([0]))
             with suppress(Exception):
                 longer = collate.collated(read([0, 0]))
             collate.learn(batch, 1, longer)
-        except Exception as error:  # of a row that cannot be read, the loader tells
-            if isinstance(error, KeyError) and error.args == (row,):
-                raise ArgumentError(_NAMES.format(kind=type(dataset).__name__, row=row)) from error
+        except Exception as error:  # of a sample that cannot be read, the loader tells
+            if isinstance(error, KeyError) and error.args == (sample,):
+                raise ArgumentError(
+                    _NAMES.format(kind=type(dataset).__name__, row=sample)
+                ) from error
         if not draws_none(loader.batch_sampler):
             return
         if collate.refusal is not None:
@@ -572,7 +575,7 @@ def know_empty(loader: DataLoader, row: int) -> None:
                 raise ArgumentError(_NONE.format(kind=type(dataset).__name__)) from error
 
 
-def try_collate(loader: DataLoader, rows: list[int]) -> None:
+def try_collate(loader: DataLoader, samples: list[int]) -> None:
     """Check what a Poisson loader's collate function makes of a few samples, before workers run it.
 
     Raises:
@@ -583,7 +586,7 @@ def try_collate(loader: DataLoader, rows: list[int]) -> None:
         return
     found: BatchSizeError | None = None
     with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
-        items = _reader(loader.dataset, rows)(range(len(rows)))
+        items = _reader(loader.dataset, samples)(range(len(samples)))
         try:
             checked(items)
         except BatchSizeError as error:
@@ -593,26 +596,30 @@ def try_collate(loader: DataLoader, rows: list[int]) -> None:
 
 
 def _reads_at_once(dataset: Any) -> bool:
-    """Rows come from a method of the data set's own that is given all of them."""
+    """Samples come from a method of the data set's own that is given all of them."""
     if type(dataset) is Subset:
         return _reads_at_once(dataset.dataset)
     return bool(getattr(dataset, "__getitems__", None))
 
 
 def _reader(dataset: Any, chosen: list[int]) -> Any:
-    """Rows at given places among the chosen ones, read as a DataLoader reads them."""
+    """Samples at given places among the chosen ones, read as a DataLoader reads them."""
     if _reads_at_once(dataset):
         return lambda order: dataset.__getitems__([chosen[i] for i in order])
-    kept = [dataset[row] for row in chosen]  # once: a data set may draw random numbers
+    kept = [dataset[sample] for sample in chosen]  # once: a data set may draw random numbers
     try:
         copy.deepcopy(kept)
-    except Exception:  # whatever their own classes raise: a row that holds a lock, a file, a graph
+    except (
+        Exception
+    ):  # whatever their own classes raise: a sample that holds a lock, a file, a graph
         return lambda order: [dataset[chosen[i]] for i in order]
-    return lambda order: [copy.deepcopy(kept[i]) for i in order]  # a collator may take rows apart
+    return lambda order: [
+        copy.deepcopy(kept[i]) for i in order
+    ]  # a collator may take samples apart
 
 
 def _follows(a: Any, b: Any, order: list[int], name: str, batch_first: bool) -> bool:
-    """Whether a leaf changes with the order of rows, as it must; False if it is of no rows.
+    """Whether a leaf changes with the order of samples, as it must; False if it is of no samples.
 
     Raises:
         ArgumentError: it changes otherwise.

@@ -91,7 +91,7 @@ class Probe:
         if self._by_rows(base):
             return None
         whole = found.kind == "mixes" and _rows(base, self.law) == len(self.items)
-        if whole and repeated_rows(base, self.law) > alike_items(self.items):
+        if whole and repeated_samples(base, self.law) > alike_items(self.items):
             return Fault("repeats", (), found.leaf)
         return found
 
@@ -150,10 +150,11 @@ class Probe:
             raise _UnlikeError
         return list(leaves(now))
 
-    # Row by row
+    # Sample by sample
 
     def _by_rows(self, base: Node) -> bool:
-        """Whether one item changes one row at most, wherever it then is, and each row has one item.
+        """Whether one item changes one sample at most, wherever it then is, and each sample has
+        one item.
 
         So it is where the order follows from what is in the items, or some of them are left out.
         """
@@ -178,7 +179,7 @@ class Probe:
                     seen = changed = True
                     taken.update(gone)
         self.decided |= seen
-        return seen and all(taken[row] <= whole[row] for row in taken)
+        return seen and all(taken[sample] <= whole[sample] for sample in taken)
 
     # Over many random numbers
 
@@ -190,7 +191,7 @@ class Probe:
         """
         base = self._made(self.items)
         size, first = _rows(base, self.law), list(leaves(base))
-        if repeated_rows(base, self.law) > alike_items(self.items):
+        if repeated_samples(base, self.law) > alike_items(self.items):
             return _unknown(base)
         axes = [_axis(leaf, size, self.law) for leaf in first]
         shares = [_Shares(1 if axis is None else size) for axis in axes]
@@ -350,7 +351,7 @@ def _compared(a: Leaf, b: Leaf, axes: Sequence[int]) -> tuple[Tensor, Tensor | N
     Where one is longer (padding), what both have is compared, from the start or from the end.
 
     Raises:
-        _UnlikeError: another number of rows.
+        _UnlikeError: another number of samples.
     """
     x, y = _values(a), _values(b)
     if isinstance(x, list):
@@ -397,7 +398,7 @@ def _unequal(x: Any, y: Any) -> bool:
         return True
 
 
-# Rows
+# Samples
 
 
 def _rows(root: Node, law: Law) -> int:
@@ -426,21 +427,21 @@ def _contents(
     front: bool = True,
     most: int | None = None,
 ) -> tuple[list[Any], list[Leaf]]:
-    """What each row holds, and the leaves of no row.
+    """What each sample holds, and the leaves of no sample.
 
     Args:
         limits: the part of each leaf that counts, from the front or from the end. most: so many entries
-            of a row are enough.
+            of a sample are enough.
     """
-    rows: list[list[Any]] = [[] for _ in range(size)]
+    samples: list[list[Any]] = [[] for _ in range(size)]
     rest: list[Leaf] = []
     limit = {id(x): n for x, n in zip(leaves(root), limits, strict=True)} if limits else {}
 
     def collect(node: Node) -> None:
         if isinstance(node, Branch):
-            if node.listed and len(node.parts) == size and not _all_of_rows(node, size, law):
-                for row, part in zip(rows, node.parts, strict=True):
-                    row.extend(_content(_values(leaf)) for leaf in leaves(part))
+            if node.listed and len(node.parts) == size and not _all_of_samples(node, size, law):
+                for sample, part in zip(samples, node.parts, strict=True):
+                    sample.extend(_content(_values(leaf)) for leaf in leaves(part))
             else:
                 for part in node.parts:
                     collect(part)
@@ -449,20 +450,20 @@ def _contents(
         if axis is None:
             rest.append(node)
         elif isinstance(value, list):
-            for row, x in zip(rows, value, strict=True):
-                row.append(x if x == x else "nan")
+            for sample, x in zip(samples, value, strict=True):
+                sample.append(x if x == x else "nan")
         else:
             for k, n in enumerate(limit.get(id(node)) or ()):
                 if k != axis and value.shape[k] > n:
                     value = value.narrow(k, 0 if front else value.shape[k] - n, n)
-            for row, x in zip(rows, value.unbind(axis), strict=True):
-                row.append(_content(x, most))
+            for sample, x in zip(samples, value.unbind(axis), strict=True):
+                sample.append(_content(x, most))
 
     collect(root)
-    return [tuple(row) for row in rows], rest
+    return [tuple(sample) for sample in samples], rest
 
 
-def _all_of_rows(node: Branch, size: int, law: Law) -> bool:
+def _all_of_samples(node: Branch, size: int, law: Law) -> bool:
     return all(_axis(leaf, size, law) is not None for leaf in leaves(node))
 
 
@@ -480,7 +481,8 @@ def _content(value: Any, most: int | None = None) -> Any:
 
 
 def _differences(a: Node, b: Node, size: int, law: Law) -> tuple[Counter[Any], Counter[Any], bool]:
-    """Rows of `a` that `b` lacks, those that are new there, and whether what is of no row changed."""
+    """Samples of `a` that `b` lacks, those that are new there, and whether what is of no sample
+    changed."""
     first, second = list(leaves(a)), list(leaves(b))
     limits: list[tuple[int, ...] | None] = []
     if len(first) == len(second):
@@ -501,7 +503,7 @@ def _differences(a: Node, b: Node, size: int, law: Law) -> tuple[Counter[Any], C
 
 
 def _rest_differs(mine: list[Leaf], theirs: list[Leaf], a: Node, b: Node) -> bool:
-    """Whether what is of no row changed, except for text and for numbers that are sizes."""
+    """Whether what is of no sample changed, except for text and for numbers that are sizes."""
     if len(mine) != len(theirs):
         return True
     sizes = [{n for leaf in leaves(root) for n in leaf.shape} for root in (a, b)]
@@ -521,12 +523,12 @@ def _rest_differs(mine: list[Leaf], theirs: list[Leaf], a: Node, b: Node) -> boo
     return False
 
 
-def repeated_rows(root: Node, law: Law) -> int:
-    """How many rows of a batch are equal to another one."""
+def repeated_samples(root: Node, law: Law) -> int:
+    """How many samples of a batch are equal to another one."""
     size = _rows(root, law)
-    for most in (_FEW, None):  # few entries tell that rows are not alike
-        rows, _ = _contents(root, size, law, most=most)
-        alike = len(rows) - len(set(rows)) if any(rows) else 0
+    for most in (_FEW, None):  # few entries tell that samples are not alike
+        samples, _ = _contents(root, size, law, most=most)
+        alike = len(samples) - len(set(samples)) if any(samples) else 0
         if not alike:
             return 0
     return alike

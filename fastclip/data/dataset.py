@@ -1,8 +1,8 @@
 """The identity of samples: across subsets and joined data sets, across ranks, and while a run lasts.
 
-What a data set is, or holds, with an entry for each row (lists, tensors, arrays, tables) is looked at in
-a few places when a pass begins. An entry that has changed is no reason to complain, for a data set may
-cache or label its rows anew; one that has changed its place is.
+What a data set is, or holds, with an entry for each sample (lists, tensors, arrays, tables) is
+looked at in a few places when a pass begins. An entry that has changed is no reason to complain,
+for a data set may cache or label its samples anew; one that has changed its place is.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Distinct:
     """Raises an error for a sample that was drawn before.
 
     Args:
-        rows: of the data set. name: of the sampler, for the message. once: a sample may be drawn once in
-            a pass; else once in a draw.
+        samples: of the data set. name: of the sampler, for the message. once: a sample may be drawn
+            once in a pass; else once in a draw.
     """
 
-    def __init__(self, rows: int, name: str, *, once: bool = True) -> None:
-        self.rows, self.name, self.once = rows, name, once
+    def __init__(self, samples: int, name: str, *, once: bool = True) -> None:
+        self.rows, self.name, self.once = samples, name, once
         self._clear()
 
     def _clear(self) -> None:
@@ -131,33 +131,33 @@ def unknown_keys(who: str, error: TypeError) -> str:
     )
 
 
-def _single(drawn: Any, rows: int) -> Iterator[Any]:
+def _single(drawn: Any, samples: int) -> Iterator[Any]:
     """The keys of single samples among those of a draw."""
     if isinstance(drawn, slice):
-        drawn = range(*drawn.indices(rows))
+        drawn = range(*drawn.indices(samples))
     if isinstance(drawn, (Tensor, np.ndarray)):
         drawn = drawn.tolist()
-    if rows > 1 and len(drawn) == rows and all(isinstance(key, bool) for key in drawn):
+    if samples > 1 and len(drawn) == samples and all(isinstance(key, bool) for key in drawn):
         drawn = [number for number, chosen in enumerate(drawn) if chosen]  # a mask
     for key in drawn:
         listed = isinstance(key, (list, range, slice, set, frozenset))
         if listed or (isinstance(key, (Tensor, np.ndarray)) and key.shape):
-            yield from _single(key, rows)
+            yield from _single(key, samples)
         else:
             yield key
 
 
 # -------------------------------------------------------------------------------------------------
-# Which row of which data set a loader's row is, through torch's own subsets and joined data sets.
+# Which sample of which data set a loader's sample is, through torch's own subsets and joined data sets.
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows that one data set of no known parts brings.
+    """Samples that one data set of no known parts brings.
 
     Args:
-        dataset: that data set. places: int64 [rows], of the rows among those that were asked for.
-        rows: int64 [rows], their numbers in it.
+        dataset: that data set. places: int64 [samples], of the samples among those that were asked for.
+        samples: int64 [samples], their numbers in it.
     """
 
     dataset: Any
@@ -165,26 +165,26 @@ class Part:
     rows: np.ndarray
 
 
-def parts_of(dataset: Any, rows: np.ndarray | None = None) -> list[Part]:
-    """Rows of a data set, by the data sets that they come from: random_split's and nested ones too.
+def parts_of(dataset: Any, samples: np.ndarray | None = None) -> list[Part]:
+    """Samples of a data set, by the data sets that they come from: random_split's and nested ones too.
 
     Data sets of the user's own that repeat or reorder what they hold are taken as they are.
 
     Args:
-        rows: int64 [rows], the numbers of those that are asked for; None: all.
+        samples: int64 [samples], the numbers of those that are asked for; None: all.
 
     Raises:
         ArgumentError: a Subset has keys that do not say which of its samples are the same.
     """
-    rows = np.arange(len(dataset), dtype=np.int64) if rows is None else rows
-    return list(_parts(dataset, np.arange(len(rows), dtype=np.int64), rows))
+    samples = np.arange(len(dataset), dtype=np.int64) if samples is None else samples
+    return list(_parts(dataset, np.arange(len(samples), dtype=np.int64), samples))
 
 
-def _parts(dataset: Any, places: np.ndarray, rows: np.ndarray) -> Iterator[Part]:
+def _parts(dataset: Any, places: np.ndarray, samples: np.ndarray) -> Iterator[Part]:
     if isinstance(dataset, Subset) and len(dataset) == len(dataset.indices):
         chosen = numbers(dataset.indices)
         if chosen is not None:
-            yield from _parts(dataset.dataset, places, chosen[rows])
+            yield from _parts(dataset.dataset, places, chosen[samples])
             return
         first: dict[Any, int] = {}
         try:
@@ -193,25 +193,29 @@ def _parts(dataset: Any, places: np.ndarray, rows: np.ndarray) -> Iterator[Part]
             who = f"the data set's {type(dataset).__name__} has"
             raise ArgumentError(unknown_keys(who, error)) from error
         same = [first.setdefault(key, place) for place, key in enumerate(keys)]
-        rows = np.asarray(same, dtype=np.int64)[rows]
+        samples = np.asarray(same, dtype=np.int64)[samples]
     elif isinstance(dataset, ConcatDataset) and len(dataset) == dataset.cumulative_sizes[-1]:
-        rows = np.where(rows < 0, rows + len(dataset), rows)
+        samples = np.where(samples < 0, samples + len(dataset), samples)
         ends = np.asarray(dataset.cumulative_sizes, dtype=np.int64)
-        which = np.searchsorted(ends, rows, side="right")
+        which = np.searchsorted(ends, samples, side="right")
         order = np.argsort(which, kind="stable")
         cuts = np.searchsorted(which[order], np.arange(len(ends) + 1))
         for number, each in enumerate(dataset.datasets):
             mine = order[cuts[number] : cuts[number + 1]]
             if len(mine):
                 before = int(ends[number - 1]) if number else 0
-                yield from _parts(each, places[mine], rows[mine] - before)
+                yield from _parts(each, places[mine], samples[mine] - before)
         return
     length = length_of(dataset)
-    yield Part(dataset, places, rows if length is None else np.where(rows < 0, rows + length, rows))
+    yield Part(
+        dataset,
+        places,
+        samples if length is None else np.where(samples < 0, samples + length, samples),
+    )
 
 
 def length_of(dataset: Any) -> int | None:
-    """Rows of a data set; None where it does not know."""
+    """Samples of a data set; None where it does not know."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -219,7 +223,7 @@ def length_of(dataset: Any) -> int | None:
 
 
 def numbers(indices: Any) -> np.ndarray | None:
-    """Of a Subset, int64; None where it names its rows otherwise."""
+    """Of a Subset, int64; None where it names its samples otherwise."""
     if isinstance(indices, Tensor):
         indices = indices.cpu().numpy()
     found = np.asarray(indices) if len(indices) else np.zeros(0, dtype=np.int64)
@@ -232,21 +236,22 @@ def numbers(indices: Any) -> np.ndarray | None:
 
 
 # -------------------------------------------------------------------------------------------------
-# What tells whether two processes read the same rows in the same order, where a data set can say
+# What tells whether two processes read the same samples in the same order, where a data set can say
 # it.
 
 
 _ROWS = 256
 """Of a data set of Hugging Face that are looked at, evenly spaced."""
 _MOST, _MOST_BYTES = 2**21, 2**30
-"""Entries of a list, rows of a table and bytes of an array that are looked at, evenly spaced."""
+"""Entries of a list, samples of a table and bytes of an array that are looked at, evenly spaced."""
 
 
 def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
-    """A digest of its rows: of tensors, subsets and joined sets of them, and of Hugging Face data sets.
+    """A digest of its samples: of tensors, subsets and joined sets of them, and of Hugging Face
+    data sets.
 
     Of others their type and length, the tensors, arrays, tables and lists that they are, or hold,
-    with an entry for each row, and the data sets that they hold: reading rows may change them
+    with an entry for each sample, and the data sets that they hold: reading samples may change them
     (augmentation).
 
     Args:
@@ -271,12 +276,12 @@ def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
         if inner and id(held) not in around:
             found.update(f"{name} {told_of(held, around)}".encode())
     if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format") and length != "?":
-        for part in _bytes_of(_some_rows(dataset)):
+        for part in _bytes_of(_some_samples(dataset)):
             found.update(part)
     return f"{type(dataset).__name__} {length} {found.hexdigest()[:16]}"
 
 
-def _some_rows(dataset: Any) -> list[Any]:
+def _some_samples(dataset: Any) -> list[Any]:
     """Of a data set of Hugging Face, evenly spaced, as they are stored.
 
     Its fingerprint says how it was made, and is another one in each process where a function that it
@@ -289,7 +294,7 @@ def _some_rows(dataset: Any) -> list[Any]:
 
 
 def _entries_by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
-    """What a data set is, or holds, with an entry for each of its rows."""
+    """What a data set is, or holds, with an entry for each of its samples."""
     for name, values in (("", dataset), *held(getattr(dataset, "__dict__", {}))):
         table = hasattr(values, "iloc") and hasattr(values, "to_numpy")
         known = table or type(values) in (list, tuple) or isinstance(values, (Tensor, np.ndarray))
@@ -339,18 +344,19 @@ def _bytes_of(values: Any) -> Iterator[bytes]:
 _PLACES = 64
 """That are looked at, evenly spaced."""
 _BYTES = 2**28
-"""Of a tensor or an array whose rows are looked for; of larger ones only some entries of each row."""
+"""Of a tensor or an array whose samples are looked for; of larger ones only some entries of each
+sample."""
 
 
 class SameSamples:
     """What a data set was when `make_private` was called.
 
     No Snapshot, for entries may change: it is asked where they are now. Formal guarantee: none: a few
-    rows that change places, and data sets that hold no entry for each row, are not seen.
+    samples that change places, and data sets that hold no entry for each sample, are not seen.
 
     Args:
-        dataset: of the loader. unit: int64 [rows], whose each row is, -1 for rows that are never drawn;
-            None where rows are drawn one by one, and only their number matters.
+        dataset: of the loader. unit: int64 [samples], whose each sample is, -1 for samples that are
+            never drawn; None where samples are drawn one by one, and only their number matters.
     """
 
     def __init__(self, dataset: Any, unit: Tensor | None = None) -> None:
@@ -370,12 +376,13 @@ class SameSamples:
         """When a pass over the data begins.
 
         Raises:
-            StepError: rows are gone, or are at other places.
+            StepError: samples are gone, or are at other places.
         """
-        rows = len(self._dataset)
-        if rows < self._rows:
+        samples = len(self._dataset)
+        if samples < self._rows:
             raise StepError(
-                f"the data set ({type(self._dataset).__name__}) has {rows} rows, and had {self._rows} "
+                f"the data set ({type(self._dataset).__name__}) has {samples} rows, and had "
+                f"{self._rows} "
                 "when make_private was called, which are drawn by their numbers; call make_private "
                 "again, on a data loader of the rows that are left"
             )
@@ -392,9 +399,9 @@ class SameSamples:
                     self._refuse(f"{kind}.{name}" if name else kind)
 
     def _as_before(self, now: Part, before: Part) -> bool:
-        old = now.places < self._rows  # rows behind them are never drawn
-        places, rows = now.places[old], now.rows[old]
-        return np.array_equal(places, before.places) and np.array_equal(rows, before.rows)
+        old = now.places < self._rows  # samples behind them are never drawn
+        places, samples = now.places[old], now.rows[old]
+        return np.array_equal(places, before.places) and np.array_equal(samples, before.rows)
 
     def _refuse(self, name: str) -> None:
         raise StepError(
@@ -410,8 +417,9 @@ class _Look:
     """Entries of one column, at some places.
 
     Args:
-        owner: int64 [rows], whose each row is. places: that are looked at. stride: of the entries of
-            a row. keys: equal where entries are. kept: the entries, whose identities are keys.
+        owner: int64 [samples], whose each sample is. places: that are looked at. stride: of the
+            entries of a sample. keys: equal where entries are. kept: the entries, whose identities
+            are keys.
     """
 
     owner: np.ndarray
@@ -441,8 +449,8 @@ class _Look:
 
 
 def _look(column: Any, owner: np.ndarray) -> _Look:
-    rows = len(owner)
-    places = np.unique(np.linspace(0, rows - 1, min(_PLACES, rows)).astype(np.int64))
+    samples = len(owner)
+    places = np.unique(np.linspace(0, samples - 1, min(_PLACES, samples)).astype(np.int64))
     size = getattr(column, "nbytes", 0)
     stride = max(1, -(-size // _BYTES)) if isinstance(size, int) else 1
     kept = [column[i] for i in places.tolist()] if isinstance(column, (list, tuple)) else None
@@ -464,21 +472,24 @@ def _keys(column: Any, places: np.ndarray | None, stride: int) -> Sequence[Any]:
         places = None
     chosen = column if places is None else column[places]
     if chosen.dtype == object:
-        return [repr(row) for row in chosen.tolist()]
+        return [repr(sample) for sample in chosen.tolist()]
     flat = np.ascontiguousarray(chosen.reshape(len(chosen), -1)[:, ::stride])
-    return [row.tobytes() for row in flat]
+    return [sample.tobytes() for sample in flat]
 
 
-def _columns(dataset: Any, rows: int, around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """What a data set is, or holds, with an entry for each row, by name; also of one around another."""
+def _columns(dataset: Any, samples: int, around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """What a data set is, or holds, with an entry for each sample, by name; also of one around
+    another."""
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
     numbered = ((f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors))
     for name, values in (("", dataset), *numbered, *held(getattr(dataset, "__dict__", {}))):
-        if _by_row(values) and len(values) == rows > 0:
+        if _by_row(values) and len(values) == samples > 0:
             yield name, values
         elif isinstance(values, Dataset) and values is not dataset and id(values) not in around:
-            inside = length_of(values) == rows
-            for inner, column in _columns(values, rows, (*around, id(dataset))) if inside else ():
+            inside = length_of(values) == samples
+            for inner, column in (
+                _columns(values, samples, (*around, id(dataset))) if inside else ()
+            ):
                 yield f"{name}.{inner}", column
 
 

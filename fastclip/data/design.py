@@ -31,7 +31,7 @@ SHUFFLED = "shuffled"
 GIVEN_ORDER = "given order"
 """An order that is not drawn here: the loader's own sampler, a sequence, a list of batches."""
 STREAM = "stream"
-"""Nobody knows which rows come, and how often in a pass: an IterableDataset, a Poisson sampler of the
+"""Nobody knows which samples come, and how often in a pass: an IterableDataset, a Poisson sampler of the
 user's own."""
 
 ENDLESS = sys.maxsize
@@ -48,9 +48,9 @@ def epochs_of(steps: int, a_pass: int) -> float:
 
 @dataclass(frozen=True)
 class SamplingDesign:
-    """All about how the rows of a step are drawn.
+    """All about how the samples of a step are drawn.
 
-    Privacy is stated for units: rows, or what several rows have in common (a patient).
+    Privacy is stated for units: samples, or what several samples have in common (a patient).
 
     Formal guarantee: where `poisson`, every unit is in a draw independently of all others and of the
     draws before, with a probability of at most `rate` (of `rates[i]`, unit i). Where `public` neither
@@ -72,23 +72,23 @@ class SamplingDesign:
     units: int
     """N, how many may be drawn; 0 of a stream without a length."""
     rates: Tensor | None = field(default=None, compare=False)
-    """Row-wise probabilities, float64 [n], where they differ."""
+    """Sample-wise probabilities, float64 [n], where they differ."""
     public: bool = False
     """q and B were given, so that neither depends on N."""
     max_batch_size: int | None = None
     """Most units of a truncated draw."""
     unit: str = "row"
-    """What is drawn, clipped and protected as one: "row", or "unit" of several rows."""
+    """What is drawn, clipped and protected as one: "sample", or "unit" of several samples."""
     max_samples_per_unit: int | None = None
-    """Rows of a unit that one draw takes at most, chosen anew each time."""
+    """Samples of a unit that one draw takes at most, chosen anew each time."""
     unit_reduction: str | None = None
-    """A unit's gradient is the "mean" or the "sum" of its rows' gradients."""
+    """A unit's gradient is the "mean" or the "sum" of its samples' gradients."""
     secure: bool = False
     """Drawn from cryptographic randomness."""
     readers: int = 1
-    """Workers that read a stream side by side, each of which may bring every row."""
+    """Workers that read a stream side by side, each of which may bring every sample."""
     canaries: Canaries | None = None
-    """Rows of an audit that are among those of the data set."""
+    """Samples of an audit that are among those of the data set."""
 
     @property
     def protected(self) -> Protected:
@@ -102,7 +102,7 @@ class SamplingDesign:
         return self.sampler in (POISSON, TRUNCATED)
 
     def described(self) -> str:
-        """All of it in words, rates by row included, to be held against another process' design."""
+        """All of it in words, rates by sample included, to be held against another process' design."""
         rates = None if self.rates is None else hash(tuple(self.rates.tolist()))
         return f"{replace(self, rates=None)}, rates {rates}"
 
@@ -125,7 +125,7 @@ class SamplingDesign:
 
 
 SHARDED = "sharded_by_worker"
-"""An attribute of a data set: True says that no two workers bring the same row."""
+"""An attribute of a data set: True says that no two workers bring the same sample."""
 TWICE = (
     "this step joins {joined} backward passes over a stream that {readers} workers of the data loader "
     "read side by side, and each of them brings every row unless the data set shares them out, so a row "
@@ -136,7 +136,7 @@ TWICE = (
 
 
 def readers_of(loader: DataLoader) -> int:
-    """How many times a pass may bring a row of a stream; 1 for data sets whose rows are drawn."""
+    """How many times a pass may bring a sample of a stream; 1 for data sets whose samples are drawn."""
     dataset = loader.dataset
     if not isinstance(dataset, IterableDataset) or _sharded(dataset):
         return 1
@@ -152,7 +152,7 @@ def _sharded(dataset: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What an accountant records of steps whose rows are drawn in one design.
+# What an accountant records of steps whose samples are drawn in one design.
 
 
 def accounted_rate(design: SamplingDesign) -> Rate:
@@ -168,7 +168,8 @@ def planned_history(
     """What an accountant holds after `epochs` passes.
 
     Args:
-        design: how rows are drawn. schedule: of the noise. noise_multiplier: sigma_1, of the first step.
+        design: how samples are drawn. schedule: of the noise. noise_multiplier: sigma_1, of the
+        first step.
 
     Returns:
         (sigma, q, steps) in order, as `Releases` records it.
@@ -219,18 +220,20 @@ class AsPlanned:
 
 
 class Releases:
-    """Records each real step of one model, as its rows were drawn.
+    """Records each real step of one model, as its samples were drawn.
 
     Formal guarantee: Poisson steps are subsampled Gaussian mechanisms at the design's rate. Of a
-    shuffled or given order a row is in one step of each pass, and which one does not depend on what it
-    holds: for neighbors in which a row is zeroed out, a pass is one Gaussian mechanism of q = 1 with
+    shuffled or given order a sample is in one step of each pass, and which one does not depend on
+    what it
+    holds: for neighbors in which a sample is zeroed out, a pass is one Gaussian mechanism of q = 1 with
     the noise of that step (parallel composition), recorded at the least noise of the pass. A step that
-    may be on rows of another one of the pass (`Pace`) is a mechanism of its own, and so is every step on
-    a stream, or on batches that no loader has told of, with the noise over their number
+    may be on samples of another one of the pass (`Pace`) is a mechanism of its own, and so is every
+    step on a stream, or on batches that no loader has told of, with the noise over their number
     (`UnknownPasses`).
 
     Args:
-        design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
+        design: how samples are drawn. draws: of the loader. accountant: who records, when a step is
+        taken.
         ranks: who take each step together, where several train.
     """
 
@@ -255,7 +258,8 @@ class Releases:
         """A step is about to be released.
 
         Raises:
-            StepError: it joins more batches than one pass has, or batches that may hold the same rows.
+            StepError: it joins more batches than one pass has, or batches that may hold the same
+            samples.
             ArgumentError: it protects another unit than the steps that the accountant knows.
         """
         joined = optimizer.accumulated_iterations
@@ -289,14 +293,14 @@ class Releases:
         cuts = accountant.check_cuts()
         costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
         with accountant.on_all_ranks():
-            for _ in range(len(costly) if passes else 1):  # nothing may tell which rows it holds
+            for _ in range(len(costly) if passes else 1):  # nothing may tell which samples it holds
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
         for each in costly:
             each.recorded, each.cuts = sigma, accountant.check_cuts()
         self.steps += 1
 
     def _unknown(self, joined: int, releasing: bool) -> int:
-        """How often a row may be in a release with batches that no loader has told of; 0: none is."""
+        """How often a sample may be in a release with batches that no loader has told of; 0: none is."""
         draws = self._draws
         if not releasing:  # `add_noise` was called by hand
             return 0 if draws.watching and self.design.poisson else joined
@@ -304,13 +308,13 @@ class Releases:
         return unknown and unknown + bool(draws.released)
 
     def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:
-        """What a whole history is for a row that the steps taken here have drawn with another rate.
+        """What a whole history is for a sample that the steps taken here have drawn with another rate.
 
         Args:
             history: of the accountant. rate: q_i, at most the design's, which all were recorded at.
 
         Raises:
-            ArgumentError: for a rate that no row can have.
+            ArgumentError: for a rate that no sample can have.
         """
         if not self.design.poisson or self.design.max_batch_size is not None:
             raise ArgumentError(

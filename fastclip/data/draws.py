@@ -1,13 +1,13 @@
 """Which sampled batch a backward pass trains on, and how many samples it holds.
 
-Epsilon is stated for the rows that the loader draws: each contributes once to the one release of its
-draw. So the loader's sampler tells of every draw as it is made (fastclip.data.loader), and the rows
+Epsilon is stated for the samples that the loader draws: each contributes once to the one release of its
+draw. So the loader's sampler tells of every draw as it is made (fastclip.data.loader), and the samples
 that a backward pass credits are held against it. Loader workers draw ahead, so a batch is told by its
 place: the DataLoader's iterator knows the place of the batch that it draws and how many it has
 handed out.
 
 A batch that was handed out and not used was skipped by the loop, or waits in a prefetcher
-(Accelerate's, a list); the numbers of rows, and the order of draws and uses, tell which.
+(Accelerate's, a list); the numbers of samples, and the order of draws and uses, tell which.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fastclip.data.iteration import (
 )
 from fastclip.data.units import UnitBatch, cut_between_units
 from fastclip.errors import BatchSizeError, StepError, say
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 
 # -------------------------------------------------------------------------------------------------
 # Whether a loop uses the batches that it is handed out one for one, or may use some of them again.
@@ -109,7 +109,7 @@ class Pace:
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward passes over batches of which no data loader has told: which rows they hold is not known.
+# Backward passes over batches of which no data loader has told: which samples they hold is not known.
 #
 # The fast mode refuses them under Poisson sampling. Opacus' modes take them, as Opacus does
 # (batches of the loader that was given to make_private, made by hand, kept), and without Poisson
@@ -120,9 +120,9 @@ class Pace:
 class UnknownPasses:
     """Those of one private model.
 
-    Formal guarantee: a row is once in a pass at most, and clipped at C in each, so that a release of n
-    such passes, and of known draws beside them, is a Gaussian mechanism of q = 1 whose noise multiplier
-    is divided by n (by n + 1). Nothing is amplified: a row may be in every one.
+    Formal guarantee: a sample is once in a pass at most, and clipped at C in each, so that a
+    release of n such passes, and of known draws beside them, is a Gaussian mechanism of q = 1 whose
+    noise multiplier is divided by n (by n + 1). Nothing is amplified: a sample may be in every one.
     """
 
     def __init__(self) -> None:
@@ -160,10 +160,10 @@ class UnknownPasses:
 
 
 # -------------------------------------------------------------------------------------------------
-# Whose the rows of a backward pass are: exactly those that were drawn, in their order, or refused.
+# Whose the samples of a backward pass are: exactly those that were drawn, in their order, or refused.
 #
-# Of single rows only the number matters. A unit's rows are clipped as one, so a pass must hold all
-# rows of a physical batch and no others: of fewer it is not known which were left out.
+# Of single samples only the number matters. A unit's samples are clipped as one, so a pass must hold all
+# samples of a physical batch and no others: of fewer it is not known which were left out.
 
 
 class PassedOver:
@@ -203,43 +203,47 @@ class PassedOver:
         return [*out, *self._batches]
 
 
-def unit_rows(
-    batch: PhysicalBatch, out: Sequence[PhysicalBatch], rows: int, most: int | None, *, again: bool,
+def unit_samples(
+    batch: PhysicalBatch, out: Sequence[PhysicalBatch], samples: int, most: int | None, *, again: bool,
     views: int = 1,
-) -> UnitRows:  # fmt: skip
-    """Whose the `rows` rows of a backward pass over `batch` are.
+) -> UnitSamples:  # fmt: skip
+    """Whose the `samples` samples of a backward pass over `batch` are.
 
     Args:
         out: all batches that are out, and those that were passed over. Which of them is in hand is
-            inferred from how the loop has gone so far, which is enough for numbers of rows: here any of
-            them may be the one.
-        most: rows of the physical batches into which the loop cuts a draw; None: it does not.
+            inferred from how the loop has gone so far, which is enough for numbers of samples: here
+            any of them may be the one.
+        most: samples of the physical batches into which the loop cuts a draw; None: it does not.
         again: the batch has had its pass.
-        views: of each row, in the model's batch.
+        views: of each sample, in the model's batch.
 
     Raises:
-        BatchSizeError: other rows than were drawn. StepError: it may be another batch.
+        BatchSizeError: other samples than were drawn. StepError: it may be another batch.
     """
     units = batch.draw.units
     assert units is not None
     if not batch.draw.size:  # a placeholder, which contributes nothing
-        if rows > 1 and any(
+        if samples > 1 and any(
             other.draw.size for other in out
         ):  # or another batch, which would be lost
             raise StepError(UNCLEAR_UNITS)
-        return UnitRows(torch.zeros(rows, dtype=torch.int64, device="cpu"), 0, 0, units.reduction)
+        return UnitSamples(
+            torch.zeros(samples, dtype=torch.int64, device="cpu"), 0, 0, units.reduction
+        )
     part = _next_part(batch, most)
     owners = units.rows_of(part)
-    if views > 1 and (again or rows != len(part)):
+    if views > 1 and (again or samples != len(part)):
         raise BatchSizeError(
             f"views={views} expects {views} rows for each of the {0 if again else len(part)} samples "
-            f"that the loader drew, got {views * rows} rows. Give the model every view of every sample "
+            f"that the loader drew, got {views * samples} rows. Give the model every view of "
+            "every sample "
             "in one call, and each batch once (BatchMemoryManager splits large batches)"
         )
-    if owners is None or again or rows != len(part):
+    if owners is None or again or samples != len(part):
         raise BatchSizeError(
             f"expected all {0 if again else len(part)} rows that the loader drew of its units, each "
-            f"once and in their order, got {rows}: of other rows it cannot be told whose they are. Let "
+            f"once and in their order, got {samples}: of other rows it cannot be told whose they "
+            "are. Let "
             "collate_fn and the loop leave none out, add none and split none off (BatchMemoryManager "
             "splits between units); filter rows before training"
         )
@@ -247,13 +251,13 @@ def unit_rows(
         if other is not batch and other.draw.size and other.draw.units is not None:
             theirs = _next_part(other, most)
             same = other.draw.units.rows_of(theirs)
-            if len(theirs) == rows and (same is None or not same.owner.equal(owners.owner)):
+            if len(theirs) == samples and (same is None or not same.owner.equal(owners.owner)):
                 raise StepError(UNCLEAR_UNITS)
     return owners
 
 
 def _next_part(batch: PhysicalBatch, most: int | None) -> range:
-    """The rows of the draw that its next pass must hold."""
+    """The samples of the draw that its next pass must hold."""
     draw = batch.draw
     assert draw.units is not None
     if batch.number is not None:
@@ -278,7 +282,7 @@ class SampledBatches:
     Args:
         independent: draws are independent samples (Poisson), so that no two may be joined.
         required: a backward pass without a draw is refused; else only once the loader was iterated.
-        placeholders: an empty draw is handed out as one placeholder row.
+        placeholders: an empty draw is handed out as one placeholder sample.
     """
 
     def __init__(self, *, independent: bool, required: bool, placeholders: bool = False) -> None:
@@ -301,16 +305,16 @@ class SampledBatches:
         self._locked = ""
         """Which physical batch is in hand cannot be told any more in this iteration."""
         self.by_units = False
-        """Rows of units are drawn, which belong together."""
+        """Samples of units are drawn, which belong together."""
         self._passed = PassedOver()
-        self.physical_rows: int | None = None
-        """Rows of the physical batches into which the training loop itself cuts a draw of units."""
+        self.physical_samples: int | None = None
+        """Samples of the physical batches into which the training loop itself cuts a draw of units."""
         self.filling: Filling | None = None
         """What makes all ranks hand out equally many physical batches, where they must."""
         self.at_once = False
         """The data set is asked for all samples of a draw at once (`SampledBatch.at_once`)."""
         self.stream = False
-        """The rows come of a stream, so that a draw says only how many there are at most."""
+        """The samples come of a stream, so that a draw says only how many there are at most."""
 
     def __reduce__(self) -> Any:
         """A copy hears of no draws: loaders tell the original."""
@@ -323,7 +327,7 @@ class SampledBatches:
         self, iteration: Iteration, size: int, units: UnitBatch | None, released_by: list[Any],
         *, at_once: bool = False,
     ) -> None:  # fmt: skip
-        """The batch sampler has drawn `size` rows, of these units, and told those of `released_by`.
+        """The batch sampler has drawn `size` samples, of these units, and told those of `released_by`.
 
         Args:
             at_once: as of Draw.
@@ -409,7 +413,7 @@ class SampledBatches:
 
     @property
     def in_hand(self) -> frozenset[int]:
-        """Rows of the draws that may be in hand; 0 alone where they are split, or of a stream."""
+        """Samples of the draws that may be in hand; 0 alone where they are split, or of a stream."""
         return PhysicalBatch.rows_of(self._out())
 
     @property
@@ -422,17 +426,17 @@ class SampledBatches:
         """The batch used last, of the logical batch that is being gathered."""
         return self._used[-1] if self._used else None
 
-    def find(self, rows: int) -> PhysicalBatch | None:
-        """The batch that a backward pass over `rows` rows trains on; None where none is known.
+    def find(self, samples: int) -> PhysicalBatch | None:
+        """The batch that a backward pass over `samples` samples trains on; None where none is known.
 
         Raises:
             StepError: no draw may be it, or it may not be joined with what is held.
-            BatchSizeError: more rows than were drawn.
+            BatchSizeError: more samples than were drawn.
         """
         if not self.watching:
             return None
         out = self._out()
-        batch = self._part_of_the_last(out, rows) or self._choose(out, rows)
+        batch = self._part_of_the_last(out, samples) or self._choose(out, samples)
         if batch in out:
             self._check_empty(out[: out.index(batch)], batch.draw.iteration)
         others = [b for b in self._used if b.draw is not batch.draw]
@@ -448,25 +452,29 @@ class SampledBatches:
             self._locked = EMPTY
             raise StepError(EMPTY)
 
-    def units_of(self, rows: int, views: int = 1) -> tuple[PhysicalBatch | None, UnitRows | None]:
-        """The batch of a backward pass, and whose its rows are; None where single rows are drawn.
+    def units_of(
+        self, samples: int, views: int = 1
+    ) -> tuple[PhysicalBatch | None, UnitSamples | None]:
+        """The batch of a backward pass, and whose its samples are; None where single samples are drawn.
 
         Args:
-            rows: without their views. views: of each in the model's batch.
+            samples: without their views. views: of each in the model's batch.
 
         Raises:
             StepError, BatchSizeError: as `find`, or it cannot be told whose they are.
         """
-        batch = self.find(rows) if self.by_units else None
+        batch = self.find(samples) if self.by_units else None
         if batch is None or batch.draw.units is None:
             return None, None
         again = batch.number is not None and batch in self._used
         others = self._passed.beside(self._out(), batch)
-        found = unit_rows(batch, others, rows, self.physical_rows, again=again, views=views)
+        found = unit_samples(
+            batch, others, samples, self.physical_samples, again=again, views=views
+        )
         return batch, found
 
-    def use(self, batch: PhysicalBatch, rows: int, calls: int = 1) -> bool:
-        """`rows` rows of `batch` contribute; False if it is an empty draw, so that none may.
+    def use(self, batch: PhysicalBatch, samples: int, calls: int = 1) -> bool:
+        """`samples` samples of `batch` contribute; False if it is an empty draw, so that none may.
 
         Args:
             calls: of the model under the one loss.
@@ -481,11 +489,11 @@ class SampledBatches:
         batch.draw.iteration.used = True
         if not self._used or self._used[-1] is not batch:
             self._used.append(batch)
-        batch.draw.credit(rows, calls)
+        batch.draw.credit(samples, calls)
         return batch.draw.size > 0
 
     def contribute(self, parts: list[int]) -> bool:
-        """Rows of batches that were gathered before this step, in order; False as in `use`."""
+        """Samples of batches that were gathered before this step, in order; False as in `use`."""
         real = True
         if len(parts) > 1:  # they waited for this
             out = self._out()
@@ -497,9 +505,9 @@ class SampledBatches:
                 skipped = out[: more - int(self._pace.ahead)]
                 self._check_empty(skipped, out[-1].draw.iteration)
                 self._waiting = [b for b in self._waiting if b not in skipped]
-        for rows in parts:
-            batch = self.find(rows)
-            real = real and (batch is None or self.use(batch, rows))
+        for samples in parts:
+            batch = self.find(samples)
+            real = real and (batch is None or self.use(batch, samples))
         return real
 
     def check_release(self) -> None:
@@ -536,18 +544,18 @@ class SampledBatches:
         else:
             self._waiting = [b for b in self._waiting if b not in out or b.skip is None]
 
-    def _part_of_the_last(self, out: list[PhysicalBatch], rows: int) -> PhysicalBatch | None:
+    def _part_of_the_last(self, out: list[PhysicalBatch], samples: int) -> PhysicalBatch | None:
         """The batch used last, if this is another part of it."""
         last = self._used[-1] if self._used else None
-        if last is None or not last.fits(rows):
+        if last is None or not last.fits(samples):
             return None
         if out and (self._lags is False or any(b.skip is not None for b in out)):
             return None
         return last
 
-    def _choose(self, out: list[PhysicalBatch], rows: int) -> PhysicalBatch:
+    def _choose(self, out: list[PhysicalBatch], samples: int) -> PhysicalBatch:
         if not out:
-            return self._again(rows)
+            return self._again(samples)
         first, last = out[0], out[-1]
         if last is self._last_out:
             self._lags = True  # nothing was handed out since the last backward pass
@@ -562,15 +570,15 @@ class SampledBatches:
         if len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out):
             raise StepError(AHEAD)
         if self._lags is False or last.skip is not None:
-            if not last.fits(rows):
-                raise last.too_many(rows)
+            if not last.fits(samples):
+                raise last.too_many(samples)
             return last
-        exact = [b for b in out if self._holds(b, rows)]
+        exact = [b for b in out if self._holds(b, samples)]
         if len({b.draw.size > 0 for b in exact}) > 1 and not self._first_in_hand(out):
             raise StepError(UNCLEAR)
-        possible = exact or [b for b in out if b.fits(rows)]
+        possible = exact or [b for b in out if b.fits(samples)]
         if not possible:
-            raise first.too_many(rows)
+            raise first.too_many(samples)
         batch = possible[0]
         if exact and len(out) > 1:
             if exact == [last]:
@@ -584,18 +592,18 @@ class SampledBatches:
         over, ahead = out[-1].draw.iteration.over, self._pace.ahead
         return bool(self._lags) and not over and len(out) <= ahead + 1
 
-    def _again(self, rows: int) -> PhysicalBatch:
+    def _again(self, samples: int) -> PhysicalBatch:
         """A batch of an earlier pass, which without Poisson sampling the next one may repeat."""
         if self._used:
-            raise self._used[-1].too_many(rows)
+            raise self._used[-1].too_many(samples)
         if self.independent:
             raise StepError(UNDRAWN)
         batch = PhysicalBatch(SampledBatch(self._largest, Iteration(stream=self.stream)), 0)
-        if not batch.fits(rows):
-            raise batch.too_many(rows)
+        if not batch.fits(samples):
+            raise batch.too_many(samples)
         return batch
 
-    def _holds(self, batch: PhysicalBatch, rows: int) -> bool:
+    def _holds(self, batch: PhysicalBatch, samples: int) -> bool:
         if batch.draw.size:
-            return rows == batch.rows_left
-        return rows == 0 or (self.placeholders and rows == 1)
+            return samples == batch.samples_left
+        return samples == 0 or (self.placeholders and samples == 1)

@@ -139,7 +139,7 @@ class Iteration:
     """Of the ledger, when they were."""
     newest: PhysicalBatch | None = None
     stream: bool = False
-    """A draw is a number of rows that a stream is asked for, which may give fewer, or none."""
+    """A draw is a number of samples that a stream is asked for, which may give fewer, or none."""
     first: int = 0
     """Place of the first draw."""
 
@@ -203,16 +203,16 @@ class Iteration:
 
 @dataclass(eq=False)
 class SampledBatch:
-    """What the batch sampler drew at once: the rows of one logical batch."""
+    """What the batch sampler drew at once: the samples of one logical batch."""
 
     size: int
     iteration: Iteration
     units: UnitBatch | None = None
-    """Whose its rows are, where units are drawn."""
+    """Whose its samples are, where units are drawn."""
     credited: int = 0
-    """Rows that have contributed."""
+    """Samples that have contributed."""
     called_twice: bool = False
-    """A backward pass went through several calls of the model, whose rows must be the same."""
+    """A backward pass went through several calls of the model, whose samples must be the same."""
     process: tuple[int, int] = field(default_factory=this_process)
     """In which it was drawn."""
     released_by: list[Any] = field(default_factory=list)
@@ -220,24 +220,24 @@ class SampledBatch:
     at_once: bool = False
     """The data set was asked for several samples by one key, and lays them out along an axis itself."""
 
-    def credit(self, rows: int, calls: int) -> None:
-        """A backward pass over so many of its rows, through `calls` calls of the model, contributes.
+    def credit(self, samples: int, calls: int) -> None:
+        """A backward pass over so many of its samples, through `calls` calls of the model, contributes.
 
-        Of a stream's batch, which may hold fewer rows than were drawn, none are left then.
+        Of a stream's batch, which may hold fewer samples than were drawn, none are left then.
         """
         if self.size:
-            self.credited = self.size if self.iteration.stream else self.credited + rows
+            self.credited = self.size if self.iteration.stream else self.credited + samples
         self.called_twice |= calls > 1
 
     def check_release(self, who: Any, independent: bool) -> None:
-        """Refuse a release whose rows are not one sample each, or not a draw of its own.
+        """Refuse a release whose entries are not one sample each, or not a draw of its own.
 
         Args:
             who: is about to release it. independent: every release is accounted as another draw.
 
         Raises:
             StepError: another model has released this draw.
-            BatchSizeError: several calls of the model held fewer rows than were drawn, or a pass held
+            BatchSizeError: several calls of the model held fewer samples than were drawn, or a pass held
                 fewer of the samples that the data set returned at once.
         """
         if independent and any(other is not who for other in self.released_by):
@@ -260,28 +260,31 @@ class PhysicalBatch:
     """Which part of the draw it is, where a splitting sampler says that it is one."""
 
     @property
-    def rows_left(self) -> int:
-        """Rows that may still contribute."""
+    def samples_left(self) -> int:
+        """Samples that may still contribute."""
         return self.draw.size - self.draw.credited
 
     @staticmethod
     def rows_of(out: Collection[PhysicalBatch]) -> frozenset[int]:
-        """The numbers of rows that these hold; 0 alone where it is not known how draws are split, or
-        how many rows a stream gave."""
+        """The numbers of samples that these hold; 0 alone where it is not known how draws are split, or
+        how many samples a stream gave."""
         unknown = any(b.skip is not None or b.draw.iteration.stream for b in out)
-        return frozenset(b.rows_left for b in out if not (unknown and b.draw.size))
+        return frozenset(b.samples_left for b in out if not (unknown and b.draw.size))
 
-    def fits(self, rows: int) -> bool:
-        """Whether it may hold `rows` rows; whatever stands for an empty draw contributes nothing."""
-        return not self.draw.size or rows <= self.rows_left
+    def fits(self, samples: int) -> bool:
+        """Whether it may hold `samples` samples; whatever stands for an empty draw contributes
+        nothing."""
+        return not self.draw.size or samples <= self.samples_left
 
-    def too_many(self, rows: int) -> BatchSizeError:
-        """The refusal of a backward pass over so many rows."""
+    def too_many(self, samples: int) -> BatchSizeError:
+        """The refusal of a backward pass over so many samples."""
         draw = self.draw
         if draw.iteration.stream and draw.credited:
             return BatchSizeError(ONE_PASS)
         return BatchSizeError(
-            TOO_MANY.format(left=self.rows_left, drawn=draw.size, used=draw.credited, rows=rows)
+            TOO_MANY.format(
+                left=self.samples_left, drawn=draw.size, used=draw.credited, rows=samples
+            )
         )
 
 
@@ -333,8 +336,8 @@ def sampler_between(who: Any) -> str | None:
     return None
 
 
-def most_rows(who: Any) -> int | None:
-    """Rows of a physical batch into which a draw is cut; None where it is not.
+def most_samples(who: Any) -> int | None:
+    """Samples of a physical batch into which a draw is cut; None where it is not.
 
     Args:
         who: the iterator of the DataLoader that draws.
@@ -343,7 +346,7 @@ def most_rows(who: Any) -> int | None:
     return int(cuts[-1]) if cuts else None
 
 
-def refuse_shards(who: Any) -> None:
+def check_not_sharded(who: Any) -> None:
     """Refuse a sampler of Accelerate's that hands each rank but a part of what is drawn.
 
     Args:
@@ -372,23 +375,23 @@ def place_of(who: Any) -> int:
 # Ranks that go through one model together: each draw is cut into as many physical batches on all.
 #
 # Where parameters are spread over ranks, every forward and backward pass gathers them from all. A
-# rank that has drawn fewer rows than another one, and cuts them into fewer parts
-# (BatchMemoryManager), goes on with parts without rows, which contribute nothing.
+# rank that has drawn fewer samples than another one, and cuts them into fewer parts
+# (BatchMemoryManager), goes on with parts without samples, which contribute nothing.
 
 
 class Filling:
-    """How many parts without rows are still to come after those of the draw in hand.
+    """How many parts without samples are still to come after those of the draw in hand.
 
     Args:
-        placeholders: parts without rows are handed out as a placeholder row.
+        placeholders: parts without samples are handed out as a placeholder sample.
     """
 
     def __init__(self, ranks: Ranks, placeholders: bool) -> None:
         self._ranks, self._placeholders = ranks, placeholders
         self.left = 0
 
-    def drawn(self, rows: int, who: Any) -> None:
-        """This rank has drawn so many rows. All ranks come here.
+    def drawn(self, samples: int, who: Any) -> None:
+        """This rank has drawn so many samples. All ranks come here.
 
         Args:
             who: the iterator of the DataLoader that draws.
@@ -396,7 +399,7 @@ class Filling:
         cuts = [
             s.max_batch_size for s in samplers_around(who) if isinstance(s, BatchSplittingSampler)
         ]
-        parts = max(1, -(-rows // min(cuts, default=max(rows, 1))))
+        parts = max(1, -(-samples // min(cuts, default=max(samples, 1))))
         most = self._ranks.most(parts)
         self.left = most - parts
         if most > 1 and self._placeholders:

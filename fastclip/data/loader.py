@@ -35,9 +35,9 @@ from fastclip.data.draws import SampledBatches
 from fastclip.data.iteration import (
     REORDERED,
     Iteration,
-    most_rows,
+    check_not_sharded,
+    most_samples,
     reading,
-    refuse_shards,
     sampler_between,
 )
 from fastclip.data.units import UnitBatch
@@ -62,7 +62,7 @@ _CHANGED = (
 def check_of(sampler: Any) -> Callable[[], None]:
     """What a batch sampler draws by, held against what it was.
 
-    Formal guarantee: a draw that is allowed is of the rows, the weights and the largest batch of the
+    Formal guarantee: a draw that is allowed is of the samples, the weights and the largest batch of the
     design that steps are recorded by, at a rate of at most its own. In-place changes of a
     PoissonSampler's tensors reach copies only.
 
@@ -108,8 +108,9 @@ def watch_draws(
     The sampler keeps its type: a subclass of it takes its place.
 
     Args:
-        distinct: refuses rows drawn twice in one pass; None where the sampler cannot draw them.
-        same: refuses a data set whose rows are gone or moved when a pass begins; None looks at nothing.
+        distinct: refuses samples drawn twice in one pass; None where the sampler cannot draw them.
+        same: refuses a data set whose samples are gone or moved when a pass begins; None looks at
+        nothing.
     """
     sampler = outermost(loader)
     try:
@@ -144,11 +145,11 @@ class _Watched:
     """Iterator over a sampler that tells of each draw, and of being asked when there is none left."""
 
     def __init__(
-        self, rows: Iterator[Any], draws: SampledBatches, distinct: Distinct | None,
+        self, samples: Iterator[Any], draws: SampledBatches, distinct: Distinct | None,
         check: Callable[[], None],
     ) -> None:  # fmt: skip
-        refuse_shards(reading())
-        self._rows, self._draws, self._check = rows, draws, check
+        check_not_sharded(reading())
+        self._rows, self._draws, self._check = samples, draws, check
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration(stream=draws.stream)
         self.released_by: list[Any] = []
@@ -175,7 +176,7 @@ class _Watched:
         if units is not None:
             if name := sampler_between(reading()):
                 raise ArgumentError(REORDERED.format(name=name))
-            units.most = most_rows(reading())
+            units.most = most_samples(reading())
         # another model's loader may be this one: then both hear of one draw
         self.released_by = self._rows.released_by if isinstance(self._rows, _Watched) else []
         at_once = self._draws.at_once or count != len(drawn)
@@ -221,7 +222,7 @@ def drawing(loader: DataLoader) -> Any:
 
 
 def draws_of(loader: DataLoader) -> tuple[Any, ...]:
-    """What two loaders have in common that hand out the same draws; of rows of which data set."""
+    """What two loaders have in common that hand out the same draws; of samples of which data set."""
     return outermost(loader), loader.batch_sampler, loader.dataset
 
 
@@ -243,7 +244,7 @@ def check_batches(loader: DataLoader) -> None:
     """Refuse a kind of loader that makes batches of its own: a Poisson loader of Opacus takes its place.
 
     Raises:
-        ArgumentError: rows that it leaves out would be trained on.
+        ArgumentError: samples that it leaves out would be trained on.
     """
     kind = type(loader)
     if kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("accelerate."):
@@ -263,16 +264,16 @@ def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# Which rows are drawn: Poisson sampling and shuffling whose outcome nobody can foresee.
+# Which samples are drawn: Poisson sampling and shuffling whose outcome nobody can foresee.
 #
 # Amplification by sampling holds as long as the adversary cannot tell who was drawn. In secure mode
 # the samplers of a data loader therefore draw from the operating system's randomness instead of a
-# generator, and Poisson sampling compares 64-bit words, so that no row is drawn more often than
+# generator, and Poisson sampling compares 64-bit words, so that no sample is drawn more often than
 # with the rate that is accounted (a float32 uniform has steps of 2^-24, 6% of a rate of 10^-6).
 
 
 CHUNK = 2**20
-"""Rows at a time: 8 MiB of words."""
+"""Samples at a time: 8 MiB of words."""
 
 
 @contextmanager
@@ -290,10 +291,10 @@ def random_words(n: int) -> Iterator[Tensor]:
 
 @disable_dynamo
 def poisson_sample(n: int, rate: float | Tensor) -> Tensor:
-    """Indices of the rows drawn, int64: each of `n` rows independently, with probability `rate`.
+    """Indices of the samples drawn, int64: each of `n` samples independently, with probability `rate`.
 
     Args:
-        rate: of all rows, or float64 [n], of each.
+        rate: of all samples, or float64 [n], of each.
 
     Formal guarantee: the probability is floor(rate * 2^64) / 2^64, never above `rate`.
     """
@@ -344,7 +345,8 @@ def permutation(n: int) -> Tensor:
 
 
 class PoissonSampler(UniformWithReplacementSampler):
-    """Opacus' Poisson sampler, exact, with what it cannot do: chosen rows, rates by row, a largest draw.
+    """Opacus' Poisson sampler, exact, with what it cannot do: chosen samples, rates by sample, a
+    largest draw.
 
     A plain one draws what Opacus' draws from the same generator, but where the uniform number, of 24
     bits, is the very one that holds the rate: there a second number decides.
@@ -352,7 +354,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     Args:
         num_samples: n, how many are drawn from. sample_rate: q. steps: draws in one pass.
         generator: drawn from as it is; None: a stream seeded from torch's global generator at the first
-            draw. rows: int64 [n], what is drawn; None: 0 to n - 1.
+            draw. samples: int64 [n], what is drawn; None: 0 to n - 1.
         rates: float64 [n], probabilities in the place of q. max_batch_size: a draw of more is cut to
             a subset of this size, uniformly random among them. secure: cryptographic randomness.
 
@@ -378,7 +380,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._rates = None if rates is None else rates.clone()
         self.max_batch_size, self.secure = max_batch_size, secure
         self.shared = False
-        """Other ranks draw the other rows."""
+        """Other ranks draw the other samples."""
 
     @property
     def rows(self) -> Tensor | None:
@@ -387,7 +389,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     @property
     def rates(self) -> Tensor | None:
-        """A copy of the rows' probabilities, float64 [n]; None: all have q."""
+        """A copy of the samples' probabilities, float64 [n]; None: all have q."""
         return None if self._rates is None else self._rates.clone()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -451,7 +453,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
 
 class SecureRandomSampler(RandomSampler):
-    """Rows in a random order, drawn from cryptographic randomness."""
+    """Samples in a random order, drawn from cryptographic randomness."""
 
     def __iter__(self) -> Iterator[int]:
         n = len(self.data_source)
@@ -460,7 +462,7 @@ class SecureRandomSampler(RandomSampler):
 
 
 class SecureSubsetSampler(SubsetRandomSampler):
-    """Given rows in a random order, drawn from cryptographic randomness."""
+    """Given samples in a random order, drawn from cryptographic randomness."""
 
     def __iter__(self) -> Iterator[int]:
         for i in permutation(len(self.indices)).tolist():
@@ -517,33 +519,35 @@ def check_secure(loader: DataLoader) -> tuple[Any, type | None]:
 
 
 def draws_securely(loader: DataLoader) -> bool:
-    """Whether its rows are drawn from cryptographic randomness, as it is now."""
+    """Whether its samples are drawn from cryptographic randomness, as it is now."""
     sampler = drawing(loader)
     return bool(getattr(sampler, "secure", unwatched(sampler) in _SECURE.values()))
 
 
 # -------------------------------------------------------------------------------------------------
-# Poisson sampling of units: all rows of a drawn unit, or a few of them, chosen anew each time.
+# Poisson sampling of units: all samples of a drawn unit, or a few of them, chosen anew each time.
 
 
 class UnitSampler(PoissonSampler):
-    """Draws units, each independently with probability q, and yields their rows, unit by unit.
+    """Draws units, each independently with probability q, and yields their samples, unit by unit.
 
     Args:
-        unit: int64 [rows of the data set], whose each row is, from 0; -1 for rows that are never drawn.
-        max_samples_per_unit: of a unit with more rows a draw takes so many, a uniformly random subset.
-        reduction: "mean" or "sum" of the rows' gradients; goes with every draw.
+        unit: int64 [samples of the data set], whose each sample is, from 0; -1 for samples that are
+        never drawn.
+        max_samples_per_unit: of a unit with more samples a draw takes so many, a uniformly random
+        subset.
+        reduction: "mean" or "sum" of the samples' gradients; goes with every draw.
         The rest as of PoissonSampler; n, steps, max_batch_size are in units.
 
-    Formal guarantee: as of PoissonSampler, with units in the place of rows: a row is in a draw only with
-    its unit, and once.
+    Formal guarantee: as of PoissonSampler, with units in the place of samples: a sample is in a
+    draw only with its unit, and once.
     """
 
     def __init__(
         self, unit: Tensor, *, max_samples_per_unit: int | None = None, reduction: str = "mean",
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        self._order, sizes = rows_by_unit(unit)
+        self._order, sizes = samples_by_unit(unit)
         super().__init__(num_samples=len(sizes), **kwargs)
         self._starts = (0, *sizes.cumsum(0).tolist())
         self.max_samples_per_unit, self.reduction = max_samples_per_unit, reduction
@@ -554,38 +558,39 @@ class UnitSampler(PoissonSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
-            rows: list[int] = []
+            samples: list[int] = []
             sizes = []
             for unit in self.draw().tolist():
                 mine = self._rows_of(unit)
-                rows += mine
+                samples += mine
                 sizes.append(len(mine))
-            yield UnitBatch(rows, sizes, self.largest, self.reduction)
+            yield UnitBatch(samples, sizes, self.largest, self.reduction)
 
     @property
     def mean_size(self) -> float:
-        """Mean number of rows that a drawn unit brings."""
+        """Mean number of samples that a drawn unit brings."""
         sizes = torch.tensor(self._starts, dtype=torch.int64, device="cpu").diff()
         return float(sizes.clamp(max=self.largest).double().mean())
 
-    def owners(self, rows: int) -> Tensor:
-        """The unit of each row of a data set of so many, int64 [rows]; -1 for rows never drawn."""
-        found = torch.full((rows,), -1, dtype=torch.int64, device="cpu")
+    def owners(self, samples: int) -> Tensor:
+        """The unit of each sample of a data set of so many, int64 [samples]; -1 for samples
+        never drawn."""
+        found = torch.full((samples,), -1, dtype=torch.int64, device="cpu")
         sizes = torch.tensor(self._starts, dtype=torch.int64, device="cpu").diff()
         units = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
         found[self._order] = units.repeat_interleave(sizes)
         return found
 
     def _rows_of(self, unit: int) -> list[int]:
-        rows = self._order[self._starts[unit] : self._starts[unit + 1]]
+        samples = self._order[self._starts[unit] : self._starts[unit + 1]]
         most = self.max_samples_per_unit
-        if most is not None and len(rows) > most:
-            rows = rows[self.some(len(rows), most)]
-        return rows.tolist()
+        if most is not None and len(samples) > most:
+            samples = samples[self.some(len(samples), most)]
+        return samples.tolist()
 
 
-def rows_by_unit(unit: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in the order of their units, rows of each unit that has any), int64."""
+def samples_by_unit(unit: Tensor) -> tuple[Tensor, Tensor]:
+    """(samples in the order of their units, samples of each unit that has any), int64."""
     kept = (unit >= 0).nonzero().reshape(-1)
     owners = unit[kept]
     order = kept[owners.argsort(stable=True)]

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from fastclip._moved import renamed
 from fastclip.accounting.calibration import steps_of
 from fastclip.accounting.ledger import Ledger
-from fastclip.accounting.steps import new_name, refuse_truncated
+from fastclip.accounting.steps import check_not_truncated, new_name
 from fastclip.core.checks import between, positive, whole
 from fastclip.core.overrides import LOADER, Preparation
 from fastclip.data.collate import (
     EmptyBatches,
     check_collate,
-    check_row_order,
+    check_sample_order,
     checked_collate,
     know_empty,
     plain_collate,
@@ -49,12 +49,12 @@ from fastclip.data.loader import (
     draws_alike,
     draws_of,
     outermost,
-    rows_by_unit,
+    samples_by_unit,
     unwatched,
     watch_draws,
 )
 from fastclip.data.samplers import (
-    POISSON_OF_ROWS,
+    POISSON_OF_SAMPLES,
     SamplerKind,
     canaries_of,
     check_copies,
@@ -85,9 +85,9 @@ class Request:
             units. Only both together make q and B public. q alone leaves B = q N; B alone leaves
             q = 1 / len(data_loader): these depend on N.
         max_batch_size: draws of more units are cut to a random subset of this size.
-        unit_ids: whose each row is (`unit_numbers`). max_samples_per_unit: of a unit, in one draw.
-        unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows'.
-        views: rows of the model's batch for each row that is drawn.
+        unit_ids: whose each sample is (`unit_numbers`). max_samples_per_unit: of a unit, in one draw.
+        unit_reduction: a unit's gradient is the "mean" or the "sum" of its samples'.
+        views: samples of the model's batch for each sample that is drawn.
 
     Raises:
         ArgumentError, ArgumentTypeError: for values out of range, and for what only Poisson sampling
@@ -156,40 +156,40 @@ class SamplingPlan:
     choice: SamplerKind | None = None
     """None without Poisson sampling, where the loader's own sampler draws."""
     unit: Tensor | None = None
-    """The unit of each row of the data set, int64, -1 for rows that are not drawn."""
+    """The unit of each sample of the data set, int64, -1 for samples that are not drawn."""
     ranks: Ranks | None = None
-    """Who draws the other rows, or units; each draws every `ranks.count`-th."""
+    """Who draws the other samples, or units; each draws every `ranks.count`-th."""
     views: int = 1
-    """Rows of the model's batch for each that is drawn."""
+    """Samples of the model's batch for each that is drawn."""
 
     @property
     def first_row(self) -> int:
         """One that may be drawn."""
         if self.unit is not None:
             return int((self.unit >= 0).nonzero()[0])
-        rows = None if self.choice is None else self.choice.rows
-        return 0 if rows is None else int(rows[0])
+        samples = None if self.choice is None else self.choice.rows
+        return 0 if samples is None else int(samples[0])
 
-    def some_rows(self) -> list[int]:
+    def some_samples(self) -> list[int]:
         """A few that may be drawn."""
-        rows = None if self.choice is None else self.choice.rows
+        samples = None if self.choice is None else self.choice.rows
         if self.unit is not None:
-            rows = (self.unit >= 0).nonzero().reshape(-1)
-        n = self.design.units if rows is None else len(rows)
+            samples = (self.unit >= 0).nonzero().reshape(-1)
+        n = self.design.units if samples is None else len(samples)
         places = [k * (n - 1) // (_SOME - 1) for k in range(_SOME)] if n >= _SOME else range(n)
-        return [k if rows is None else int(rows[k]) for k in places]
+        return [k if samples is None else int(samples[k]) for k in places]
 
     def told(self) -> dict[str, str]:
-        """What says whose each row is, for ranks that must share them out alike."""
-        rows = None if self.choice is None else self.choice.rows
+        """What says whose each sample is, for ranks that must share them out alike."""
+        samples = None if self.choice is None else self.choice.rows
         return {
-            "rows that may be drawn, in one order": digest([] if rows is None else [rows]),
+            "rows that may be drawn, in one order": digest([] if samples is None else [samples]),
             "unit_ids": digest([] if self.unit is None else [self.unit]),
             "views": str(self.views),
         }
 
     def shared(self, ranks: Ranks | None) -> SamplingPlan:
-        """This rank's share of the draws: every row, or unit, is in exactly one; whose is public.
+        """This rank's share of the draws: every sample, or unit, is in exactly one; whose is public.
 
         Raises:
             ArgumentError: for draws that only one process can make.
@@ -212,26 +212,26 @@ class SamplingPlan:
             if bool((mine >= 0).any()):
                 return replace(self, unit=mine, ranks=ranks)
             raise ArgumentError(f"rank {ranks.number} of {ranks.count} has no unit to draw")
-        rows = choice.rows
-        if rows is None:
-            rows = torch.arange(design.units, dtype=torch.int64, device="cpu")
+        samples = choice.rows
+        if samples is None:
+            samples = torch.arange(design.units, dtype=torch.int64, device="cpu")
         rates = None if design.rates is None else ranks.share(design.rates)
         return replace(
-            self, choice=replace(choice, rows=ranks.share(rows), rates=rates), ranks=ranks
+            self, choice=replace(choice, rows=ranks.share(samples), rates=rates), ranks=ranks
         )
 
     def _units(self) -> Tensor:
-        """`unit`; where single rows are drawn, each that may be drawn is one of its own."""
+        """`unit`; where single samples are drawn, each that may be drawn is one of its own."""
         assert self.choice is not None
         if self.unit is not None:
             return self.unit
-        rows = self.choice.rows
-        n = self.design.units if rows is None else len(rows)
+        samples = self.choice.rows
+        n = self.design.units if samples is None else len(samples)
         own = torch.arange(n, dtype=torch.int64, device="cpu")
-        if rows is None:
+        if samples is None:
             return own
-        none = torch.full((int(rows.max()) + 1,), -1, dtype=torch.int64, device="cpu")
-        return none.index_copy_(0, rows, own)
+        none = torch.full((int(samples.max()) + 1,), -1, dtype=torch.int64, device="cpu")
+        return none.index_copy_(0, samples, own)
 
     def sampler(self, generator: Any) -> PoissonSampler:
         """The batch sampler of this design.
@@ -256,9 +256,9 @@ class SamplingPlan:
                 reduction=design.unit_reduction or "mean", **shared,
             )  # fmt: skip
         else:
-            rows = choice.rows
-            n = design.units if self.ranks is None or rows is None else len(rows)
-            sampler = PoissonSampler(num_samples=n, rows=rows, rates=rates, **shared)
+            samples = choice.rows
+            n = design.units if self.ranks is None or samples is None else len(samples)
+            sampler = PoissonSampler(num_samples=n, rows=samples, rates=rates, **shared)
             sampler.shared = self.ranks is not None
         sampler.draw_apart(number)
         return sampler
@@ -267,10 +267,11 @@ class SamplingPlan:
 def plan_sampling(
     data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
 ) -> SamplingPlan:
-    """How the rows of a loader will be drawn; nothing is drawn or changed, and no row is looked at.
+    """How the samples of a loader will be drawn; nothing is drawn or changed, and no sample is
+    looked at.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a loader whose choice of rows cannot be kept.
+        ArgumentError, ArgumentTypeError: for a loader whose choice of samples cannot be kept.
     """
     if not request.poisson_sampling:
         return SamplingPlan(_of_its_own(data_loader, request, secure))
@@ -279,20 +280,20 @@ def plan_sampling(
         weighted = _weighted(data_loader, request, choice, secure)
         return SamplingPlan(weighted, choice, views=request.views)
     unit = None
-    n = rows = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
+    n = samples = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
     if request.unit_ids is not None:
         unit = unit_numbers(request.unit_ids, data_loader.dataset)
         if choice.rows is not None:
             kept = torch.full_like(unit, -1)
             kept[choice.rows] = unit[choice.rows]
             unit = kept
-        n = len(rows_by_unit(unit)[1])
+        n = len(samples_by_unit(unit)[1])
     steps, rate = len(data_loader), choice.rate
     if request.sample_rate is not None:
         rate = float(request.sample_rate)
         steps = steps_of(rate)
     elif rate is None:
-        rate = 1 / steps if choice.a_pass == rows else min(1.0, choice.a_pass / rows / steps)
+        rate = 1 / steps if choice.a_pass == samples else min(1.0, choice.a_pass / samples / steps)
     size = request.expected_batch_size
     if size is None:
         as_opacus = unit is None and rate == 1 / len(data_loader) and request.sample_rate is None
@@ -313,7 +314,7 @@ def plan_sampling(
 def checked_plan(
     data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
 ) -> SamplingPlan:
-    """The same, of a data set in which no row is a copy of another; it knows the canaries there.
+    """The same, of a data set in which no sample is a copy of another; it knows the canaries there.
 
     Raises:
         ArgumentError, ArgumentTypeError: as `plan_sampling`; or for copies, or draws of the loader's own
@@ -347,7 +348,8 @@ def prepare(
         required: with Poisson sampling nothing else is trained on, though the loader was never iterated.
 
     Raises:
-        ArgumentError, ArgumentTypeError: as `checked_plan`; a unit's rows may change their order, or the
+        ArgumentError, ArgumentTypeError: as `checked_plan`; a unit's samples may change their
+        order, or the
             ledger cannot count the steps; naming what differs between ranks. Nothing is changed.
     """
     poisson = request.poisson_sampling
@@ -359,8 +361,8 @@ def prepare(
     ledger.protected.beside(plan.design.protected)
     if plan.unit is not None:
         drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()
-        check_row_order(data_loader, drawn, batch_first)
-    refuse_truncated([(0.0, accounted_rate(plan.design), 1)], ledger.mechanism())
+        check_sample_order(data_loader, drawn, batch_first)
+    check_not_truncated([(0.0, accounted_rate(plan.design), 1)], ledger.mechanism())
     loader = data_loader
     if poisson:
         loader = poisson_loader(loader, plan, batch_first=batch_first, rand_on_empty=rand_on_empty)
@@ -405,7 +407,7 @@ def call_for_loader(
 def _agree_to_draw(
     ranks: Ranks, plan: SamplingPlan, data_loader: DataLoader, ledger: Ledger
 ) -> None:
-    """All ranks draw from the same rows in the same way, each a share of its own.
+    """All ranks draw from the same samples in the same way, each a share of its own.
 
     Raises:
         ArgumentError: naming what differs.
@@ -437,7 +439,7 @@ def _watched(
     sampler, same = loader.batch_sampler, None
     if isinstance(sampler, UnitSampler):
         same = SameSamples(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
-    elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the rows
+    elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the samples
         same = SameSamples(loader.dataset)
     watch_draws(loader, draws, distinct, same)
     return draws
@@ -470,7 +472,7 @@ def poisson_loader(
     )  # fmt: skip
     know_empty(made, plan.first_row)
     if made.num_workers:
-        try_collate(made, plan.some_rows())
+        try_collate(made, plan.some_samples())
     return made
 
 
@@ -516,7 +518,7 @@ def _weighted(
 
 
 def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingDesign:
-    """What the loader's own sampler does; B = rows of a pass / batches, unless it is given."""
+    """What the loader's own sampler does; B = samples of a pass / batches, unless it is given."""
     check_order(loader)
     sampler, steps = outermost(loader), length_of(loader)
     if steps is None:  # a stream, of which every step is recorded at q = 1, however many they are
@@ -524,11 +526,11 @@ def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingD
         return SamplingDesign(
             STREAM, 1.0, size, ENDLESS, 0, secure=secure, readers=readers_of(loader)
         )
-    rows, shuffled = order_of(loader)
-    size = request.expected_batch_size or int(rows / steps) or rows / steps
+    samples, shuffled = order_of(loader)
+    size = request.expected_batch_size or int(samples / steps) or samples / steps
     if isinstance(loader.dataset, IterableDataset):
         name = STREAM
-    elif unwatched(sampler) in POISSON_OF_ROWS:
+    elif unwatched(sampler) in POISSON_OF_SAMPLES:
         most = getattr(sampler, "max_batch_size", None)
         return SamplingDesign(
             POISSON if most is None else TRUNCATED, sampler.sample_rate, size, steps,
@@ -540,7 +542,7 @@ def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingD
     else:
         name = SHUFFLED if shuffled else GIVEN_ORDER
     readers = readers_of(loader)
-    return SamplingDesign(name, 1 / steps, size, steps, rows, secure=secure, readers=readers)
+    return SamplingDesign(name, 1 / steps, size, steps, samples, secure=secure, readers=readers)
 
 
 if not TYPE_CHECKING:  # old names

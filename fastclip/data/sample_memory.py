@@ -58,7 +58,7 @@ class Layout(NamedTuple):
     space: Any
     """What its address is of: a device, or the entries of one data set."""
     run: int
-    """Bytes in a row."""
+    """Bytes in a sample."""
     outer: tuple[tuple[int, int], ...] = ()
     """(size, distance in bytes) of the dimensions along which runs are repeated, ascending."""
 
@@ -116,7 +116,7 @@ def leaves_of(dataset: Any, rows: np.ndarray, samples: np.ndarray) -> Iterator[L
     Of a data set of the user's own, the number of a sample stands for all of it.
 
     Args:
-        rows: int64 [n], numbers in this data set. samples: int64 [n], what they are called.
+        samples: int64 [n], numbers in this data set. samples: int64 [n], what they are called.
     """
     for part in parts_of(dataset, rows):
         base, mine, called = part.dataset, part.rows, samples[part.places]
@@ -128,7 +128,9 @@ def leaves_of(dataset: Any, rows: np.ndarray, samples: np.ndarray) -> Iterator[L
             for column in columns:
                 yield _of_column(column, mine, called)
         elif type(base) in (list, tuple):
-            yield from leaves_of_items([base[row] for row in mine.tolist()], called, space, mine)
+            yield from leaves_of_items(
+                [base[sample] for sample in mine.tolist()], called, space, mine
+            )
         else:
             yield Leaves(Layout(space, 1), mine, called, inf, inf)
 

@@ -1,7 +1,7 @@
 """The user's own samplers: kept by Poisson sampling, or an error; repeated samples, canaries.
 
-Poisson sampling takes the sampler's place, so it must draw from the same rows, with the same weights;
-without it, the sampler's rows are trained on as they come.
+Poisson sampling takes the sampler's place, so it must draw from the same samples, with the same weights;
+without it, the sampler's samples are trained on as they come.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
-POISSON_OF_ROWS = (UniformWithReplacementSampler, PoissonSampler)
-_ALL_ROWS = (SequentialSampler, RandomSampler, SecureRandomSampler)
+POISSON_OF_SAMPLES = (UniformWithReplacementSampler, PoissonSampler)
+_ALL_SAMPLES = (SequentialSampler, RandomSampler, SecureRandomSampler)
 SUBSETS = (SubsetRandomSampler, SecureSubsetSampler)
 _UNITS = (
     "the data loader draws units already, all rows of one or none; pass the one that make_private was "
@@ -62,7 +62,7 @@ _HELD_OUT = (
 
 
 def check_loader(data_loader: Any) -> None:
-    """Refuse what has no batches of rows that can be counted.
+    """Refuse what has no batches of samples that can be counted.
 
     Raises:
         ArgumentError: no batch sampler, no length, or no batch.
@@ -95,15 +95,15 @@ class SamplerKind:
     """What Poisson sampling must keep of a data loader's sampler."""
 
     a_pass: int
-    """Rows in one pass over the data, on average."""
+    """Samples in one pass over the data, on average."""
     rows: Tensor | None = None
     """Which may be drawn, int64; None: all."""
     weights: Tensor | None = None
-    """Of each row, float64 [n]: rates are proportional to them."""
+    """Of each sample, float64 [n]: rates are proportional to them."""
     rate: float | None = None
     """Of a loader that samples by Poisson already."""
     rates: Tensor | None = None
-    """Of each row, float64 [n], of such a loader."""
+    """Of each sample, float64 [n], of such a loader."""
     generator: Any = None
 
 
@@ -130,35 +130,36 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> SamplerKind:
             "batch at once), or poisson_sampling=False"
         )
     kind = unwatched(sampler)
-    rows = len(data_loader.dataset)  # type: ignore[arg-type]
+    samples = len(data_loader.dataset)  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None)
     if isinstance(sampler, UnitSampler):
         raise ArgumentError(_UNITS)
     if kind in SUBSETS:
         chosen = _numbers(sampler.indices, kind.__name__)
-        Distinct(rows, kind.__name__).check(chosen)
-        return SamplerKind(len(chosen), chosen % rows, generator=generator)
+        Distinct(samples, kind.__name__).check(chosen)
+        return SamplerKind(len(chosen), chosen % samples, generator=generator)
     if kind is WeightedRandomSampler:
         return SamplerKind(
-            sampler.num_samples, weights=_weights(sampler, rows), generator=generator
+            sampler.num_samples, weights=_weights(sampler, samples), generator=generator
         )
     of_ranks = kind is DistributedUniformWithReplacementSampler and distributed
-    if of_ranks or kind in POISSON_OF_ROWS:
-        return _as_before(sampler, rows)
+    if of_ranks or kind in POISSON_OF_SAMPLES:
+        return _as_before(sampler, samples)
     everywhere = kind is DistributedSampler and (distributed or sampler.num_replicas == 1)
-    if kind not in _ALL_ROWS and not everywhere:
+    if kind not in _ALL_SAMPLES and not everywhere:
         raise ArgumentError(
-            f"poisson_sampling=True draws from all {rows} rows of the data set, in the place of the "
+            f"poisson_sampling=True draws from all {samples} rows of the data set, in the place of the "
             f"data loader's {kind.__name__}, so that rows it leaves out would be trained on"
             f"{_HELD_OUT}, or pass poisson_sampling=False"
         )
     source = len(sampler.dataset if everywhere else sampler.data_source)
-    if source != rows:
+    if source != samples:
         raise ArgumentError(
-            f"poisson_sampling=True draws from all {rows} rows of the data set, but the data loader's "
+            f"poisson_sampling=True draws from all {samples} rows of the data set, but the data "
+            "loader's "
             f"{kind.__name__} draws from {source}{_HELD_OUT}"
         )
-    a_pass = rows if everywhere else getattr(sampler, "num_samples", rows)
+    a_pass = samples if everywhere else getattr(sampler, "num_samples", samples)
     return SamplerKind(a_pass, generator=generator)
 
 
@@ -173,11 +174,12 @@ def _numbers(indices: Any, name: str) -> Tensor:
     return torch.tensor(listed, dtype=torch.int64, device="cpu")
 
 
-def _weights(sampler: WeightedRandomSampler, rows: int) -> Tensor:
+def _weights(sampler: WeightedRandomSampler, samples: int) -> Tensor:
     weights = torch.as_tensor(sampler.weights, dtype=torch.float64, device="cpu")
-    if weights.shape != (rows,):
+    if weights.shape != (samples,):
         raise ArgumentError(
-            f"the data loader's WeightedRandomSampler expects a weight for each of the {rows} rows of "
+            f"the data loader's WeightedRandomSampler expects a weight for each of the {samples} "
+            "rows of "
             f"the data set, got {list(weights.shape)}; give rows that may not be drawn a weight of 0"
         )
     if not bool((weights.isfinite() & (weights >= 0)).all()) or not bool(weights.any()):
@@ -188,8 +190,8 @@ def _weights(sampler: WeightedRandomSampler, rows: int) -> Tensor:
     return weights
 
 
-def _as_before(sampler: Any, rows: int) -> SamplerKind:
-    """Of a loader that samples by Poisson, all rows or a rank's share: the same rows and rate."""
+def _as_before(sampler: Any, samples: int) -> SamplerKind:
+    """Of a loader that samples by Poisson, all samples or a rank's share: the same samples and rate."""
     if getattr(sampler, "max_batch_size", None) is not None:
         raise ArgumentError(
             "the data loader cuts its draws (max_batch_size) already; pass the data loader that "
@@ -202,10 +204,10 @@ def _as_before(sampler: Any, rows: int) -> SamplerKind:
         )
     chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
     a_pass = getattr(sampler, "total_size", sampler.num_samples)
-    if a_pass != (rows if chosen is None else len(chosen)):
+    if a_pass != (samples if chosen is None else len(chosen)):
         raise ArgumentError(
             f"the data loader's {unwatched(sampler).__name__} draws from {a_pass} rows, "
-            f"and the data set has {rows}{_HELD_OUT}"
+            f"and the data set has {samples}{_HELD_OUT}"
         )
     return SamplerKind(
         a_pass, chosen, rate=sampler.sample_rate, rates=rates, generator=sampler.generator
@@ -213,13 +215,13 @@ def _as_before(sampler: Any, rows: int) -> SamplerKind:
 
 
 def check_order(data_loader: DataLoader) -> Distinct | None:
-    """Refuse, without Poisson sampling, a sampler that may draw a row twice in a pass.
+    """Refuse, without Poisson sampling, a sampler that may draw a sample twice in a pass.
 
     Returns:
-        What refuses such rows when they are drawn; None where the sampler is known to draw none.
+        What refuses such samples when they are drawn; None where the sampler is known to draw none.
 
     Raises:
-        ArgumentError: a sampler that is known to draw rows twice, or more often than others.
+        ArgumentError: a sampler that is known to draw samples twice, or more often than others.
     """
     check_loader(data_loader)
     outer = outermost(data_loader)
@@ -229,7 +231,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
         return None
     if isinstance(sampler, UnitSampler):
         raise ArgumentError(_UNITS)
-    rows = len(data_loader.dataset)  # type: ignore[arg-type]
+    samples = len(data_loader.dataset)  # type: ignore[arg-type]
     inner = sampler
     while hasattr(inner, "sampler"):
         inner = inner.sampler
@@ -249,21 +251,21 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
             f"the data loader's {unwatched(inner).__name__} draws {inner.num_samples} rows in a pass "
             f"from {len(inner.data_source)}, so a row is drawn more often than epsilon says{again}"
         )
-    if isinstance(sampler, _POISSON):  # a row may be in several of its draws, but once in each
-        return Distinct(rows, kind.__name__, once=False)
-    if kind in _ALL_ROWS and sampler is getattr(outer, "sampler", None):
+    if isinstance(sampler, _POISSON):  # a sample may be in several of its draws, but once in each
+        return Distinct(samples, kind.__name__, once=False)
+    if kind in _ALL_SAMPLES and sampler is getattr(outer, "sampler", None):
         return None
-    checked = Distinct(rows, kind.__name__)
+    checked = Distinct(samples, kind.__name__)
     if kind in SUBSETS:
         checked.one_pass().check(sampler.indices)
     return checked
 
 
 def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
-    """Without Poisson sampling each rank's sampler must draw a share of its own, and no row twice.
+    """Without Poisson sampling each rank's sampler must draw a share of its own, and no sample twice.
 
     Raises:
-        ArgumentError: two ranks would train on the same row.
+        ArgumentError: two ranks would train on the same sample.
     """
     sampler = drawing(data_loader)
     mine = (ranks.count, ranks.number)
@@ -285,7 +287,7 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
 
 
 def draws_independently(loader: DataLoader) -> bool:
-    """Whether a row may be in several draws of one pass."""
+    """Whether a sample may be in several draws of one pass."""
     return isinstance(outermost(loader), _POISSON)
 
 
@@ -298,7 +300,7 @@ def length_of(loader: DataLoader) -> int | None:
 
 
 def order_of(loader: DataLoader) -> tuple[int, bool]:
-    """(rows in one pass, whether their order is drawn at random) of a loader's own sampler."""
+    """(samples in one pass, whether their order is drawn at random) of a loader's own sampler."""
     sampler = drawing(loader)
     kind = unwatched(sampler)
     if kind in SUBSETS:
@@ -389,8 +391,8 @@ def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | Non
     )
     items: list[Any] = []
     with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
-        for row in few.tolist():
-            items.append(dataset[row])
+        for sample in few.tolist():
+            items.append(dataset[sample])
     read = few[: len(items)]
     return shared(list(leaves_of_items(items, read, "numbers", read)), owner)
 
@@ -404,8 +406,8 @@ def _drawn(
     if choice is None:
         sampler = drawing(loader)
         if unwatched(sampler) in SUBSETS:
-            rows = numbers(sampler.indices)
-            return None if rows is None else rows % len(loader.dataset)  # type: ignore[arg-type]
+            samples = numbers(sampler.indices)
+            return None if samples is None else samples % len(loader.dataset)  # type: ignore[arg-type]
         drawn = sampler.rows if isinstance(sampler, PoissonSampler) else None
         return None if drawn is None else drawn.numpy()
     weights = choice.weights if choice.rates is None else choice.rates
@@ -415,14 +417,14 @@ def _drawn(
 
 
 # -------------------------------------------------------------------------------------------------
-# A data set with canaries among its rows (fastclip.audit.mix_in), and whether a loader draws them.
+# A data set with canaries among its samples (fastclip.audit.mix_in), and whether a loader draws them.
 
 
 class Mixed(ConcatDataset[Any]):
-    """Rows, and behind them the canaries that are in.
+    """Samples, and behind them the canaries that are in.
 
     Args:
-        data_set: the rows. canaries: those whose coins say so.
+        data_set: the samples. canaries: those whose coins say so.
         coins: the name of all coins, which nothing else bears; copies of the data set keep it.
     """
 
@@ -445,8 +447,8 @@ def canaries_of(data_set: Any, choice: SamplerKind | None, unit: Tensor | None) 
     """None for a data set without any, or one that was made from a mixed one (a subset, a transform).
 
     Args:
-        choice: of the rows to draw; None where the loader's own sampler draws.
-        unit: of each row, -1 for those that are not drawn; None where rows are drawn one by one.
+        choice: of the samples to draw; None where the loader's own sampler draws.
+        unit: of each sample, -1 for those that are not drawn; None where samples are drawn one by one.
     """
     if not isinstance(data_set, Mixed):
         return None

@@ -13,30 +13,33 @@ from torch.utils.data import Subset
 
 from fastclip.data.dataset import value_of
 from fastclip.errors import ArgumentError, ArgumentTypeError, BatchSizeError
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 
 _EACH = "unit_ids expects one id for each row of the data set, in its order"
 
 
 def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
-    """The unit of each row, int64 [rows], from 0, in the order in which units first appear.
+    """The unit of each sample, int64 [samples], from 0, in the order in which units first appear.
 
     Args:
-        unit_ids: one id a row of the data set, in its order: a tensor, a list, an array or a Series of
-            ids that can be compared (numbers, strings, tuples), or the name of a column: of a Hugging
-            Face data set, or of the one DataFrame of as many rows that the data set holds, whose rows
-            must come in the data set's order. Of a Subset: a column of what it is a subset of.
+        unit_ids: one id a sample of the data set, in its order: a tensor, a list, an array or a
+            Series of ids that can be compared (numbers, strings, tuples), or the name of a column:
+            of a Hugging Face data set, or of the one DataFrame of as many samples that the data set
+            holds, whose samples must come in the data set's order. Of a Subset: a column of what it
+            is a subset of.
 
     Raises:
         ArgumentError, ArgumentTypeError: no such column, another number of ids, a missing id, or numbers
-            beside strings: rows of one unit would count as several.
+            beside strings: samples of one unit would count as several.
     """
-    rows = len(dataset)
+    samples = len(dataset)
     ids = _column(dataset, unit_ids) if isinstance(unit_ids, str) else _listed(unit_ids)
-    if len(ids) != rows:
-        raise ArgumentError(f"{_EACH}: {rows} of them, got {len(ids)}")
+    if len(ids) != samples:
+        raise ArgumentError(f"{_EACH}: {samples} of them, got {len(ids)}")
     numbers: dict[Any, int] = {}
-    found = [numbers.setdefault(_comparable(i, row), len(numbers)) for row, i in enumerate(ids)]
+    found = [
+        numbers.setdefault(_comparable(i, sample), len(numbers)) for sample, i in enumerate(ids)
+    ]
     _check_kinds(numbers, found)
     return torch.tensor(found, dtype=torch.int64, device="cpu")
 
@@ -57,18 +60,18 @@ def _listed(ids: Any) -> list[Any]:
         ) from error
 
 
-def _comparable(unit: Any, row: int) -> Any:
+def _comparable(unit: Any, sample: int) -> Any:
     """The id as something that is equal where ids are."""
     if isinstance(unit, tuple):
-        return tuple(_comparable(part, row) for part in unit)
+        return tuple(_comparable(part, sample) for part in unit)
     if isinstance(unit, Tensor) and unit.dim():
-        raise ArgumentError(f"{_EACH}, got a tensor of shape {list(unit.shape)} for row {row}")
+        raise ArgumentError(f"{_EACH}, got a tensor of shape {list(unit.shape)} for row {sample}")
     try:
         unit = value_of(unit)
     except TypeError as error:
         raise ArgumentTypeError(
             f"{_EACH}, each of which can be hashed and compared by value (a number, a string, a tuple), "
-            f"got {error} for row {row}"
+            f"got {error} for row {sample}"
         ) from error
     try:
         missing = unit is None or bool(unit != unit)
@@ -76,7 +79,8 @@ def _comparable(unit: Any, row: int) -> Any:
         missing = True
     if missing:
         raise ArgumentError(
-            f"{_EACH}, got none ({unit!r}) for row {row}: such rows would count as units of their own; "
+            f"{_EACH}, got none ({unit!r}) for row {sample}: such rows would count as units of "
+            "their own; "
             "leave them out of the data set, or give each its unit"
         )
     return unit
@@ -86,17 +90,18 @@ def _check_kinds(numbers: dict[Any, int], found: list[int]) -> None:
     """Refuse numbers beside strings, and strings beside bytes: 12 and "12" are one patient, and unequal.
 
     Args:
-        numbers: of the units, by their ids. found: of each row.
+        numbers: of the units, by their ids. found: of each sample.
     """
     first: dict[tuple[int, ...], tuple[str, Any]] = {}
     for unit, number in numbers.items():
         for place, kind in _kinds(unit):
             before, other = first.setdefault(place, (kind, unit))
             if kind != before:
-                rows = found.index(numbers[other]), found.index(number)
+                samples = found.index(numbers[other]), found.index(number)
                 raise ArgumentError(
-                    f"{_EACH}, all of one kind, got {other!r} for row {rows[0]} and {unit!r} for row "
-                    f"{rows[1]}: {before} and {kind} are never equal, so rows of one unit would count "
+                    f"{_EACH}, all of one kind, got {other!r} for row {samples[0]} and {unit!r} for row "
+                    f"{samples[1]}: {before} and {kind} are never equal, so rows of one unit "
+                    "would count "
                     "as several; make all of them strings (dtype=str where pandas reads the file, or "
                     ".astype(str))"
                 )
@@ -133,7 +138,7 @@ def _tables(dataset: Any, name: str) -> Iterator[Any]:
     if name in _names(dataset):
         yield dataset
         return
-    # of a Subset the whole is in another order, even where it has as many rows
+    # of a Subset the whole is in another order, even where it has as many samples
     seen = {id(dataset.dataset)} if isinstance(dataset, Subset) else set()
     for held in getattr(dataset, "__dict__", {}).values():
         if name in _names(held) and len(held) == len(dataset) and id(held) not in seen:
@@ -153,28 +158,30 @@ def _names(table: Any) -> list[Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Rows that belong to one unit of privacy (a patient), in a draw and in the batch that is in hand.
+# Samples that belong to one unit of privacy (a patient), in a draw and in the batch that is in hand.
 #
-# A draw of units is their rows, unit by unit, so how many rows each unit has says whose a row is.
-# Batches are cut between units alone: a unit's gradient is clipped as one, so its rows must come in
-# one pass.
+# A draw of units is their samples, unit by unit, so how many samples each unit has says whose a
+# sample is. Batches are cut between units alone: a unit's gradient is clipped as one, so its
+# samples must come in one pass.
 
 
-def of_sizes(sizes: Sequence[int], reduction: str) -> UnitRows:
-    """The rows of units of so many rows each, in their order."""
+def of_sizes(sizes: Sequence[int], reduction: str) -> UnitSamples:
+    """The samples of units of so many samples each, in their order."""
     counts = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     units = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
-    return UnitRows(units.repeat_interleave(counts), len(sizes), max(sizes, default=0), reduction)
+    return UnitSamples(
+        units.repeat_interleave(counts), len(sizes), max(sizes, default=0), reduction
+    )
 
 
 def cut_between_units(sizes: Iterable[int], most: int | None) -> list[range]:
-    """The rows of a draw in parts of at most `most` rows, none of which holds a part of a unit.
+    """The samples of a draw in parts of at most `most` samples, none of which holds a part of a unit.
 
     Args:
-        sizes: rows of each unit, in order. most: None does not cut.
+        sizes: samples of each unit, in order. most: None does not cut.
 
     Raises:
-        BatchSizeError: one unit has more rows.
+        BatchSizeError: one unit has more samples.
     """
     cuts, start, stop = [], 0, 0
     for size in sizes:
@@ -187,39 +194,40 @@ def cut_between_units(sizes: Iterable[int], most: int | None) -> list[range]:
     return [*cuts, range(start, stop)] if stop > start else cuts
 
 
-def too_large(rows: int, most: int) -> str:
+def too_large(samples: int, most: int) -> str:
     """What to say where a unit does not fit into a physical batch."""
     return (
-        f"physical batches of at most {most} rows cannot hold a unit of {rows} rows, whose gradient is "
-        f"clipped as one, so that its rows may not be split: allow physical batches of {rows} rows "
+        f"physical batches of at most {most} rows cannot hold a unit of {samples} rows, whose "
+        "gradient is "
+        f"clipped as one, so that its rows may not be split: allow physical batches of {samples} rows "
         "(max_physical_batch_size, or per_device_train_batch_size of a Trainer), or pass "
         f"max_samples_per_unit={most} or less to make_private"
     )
 
 
 class UnitBatch(list):
-    """The rows of drawn units, unit by unit.
+    """The samples of drawn units, unit by unit.
 
     Opacus' BatchMemoryManager splits a draw by np.array_split, which this class answers by NumPy's own
     protocol for arrays of other libraries (NEP 18): with parts that end between units.
 
     Args:
-        rows: numbers of rows. sizes: how many belong to each unit, in order. largest: rows that any
-            unit can bring. reduction: as of UnitRows.
+        samples: numbers of samples. sizes: how many belong to each unit, in order. largest: samples
+            that any unit can bring. reduction: as of UnitSamples.
     """
 
     def __init__(
-        self, rows: Iterable[int], sizes: Sequence[int], largest: int, reduction: str
+        self, samples: Iterable[int], sizes: Sequence[int], largest: int, reduction: str
     ) -> None:
-        super().__init__(rows)
+        super().__init__(samples)
         self.sizes, self.largest, self.reduction = tuple(sizes), largest, reduction
         self.most: int | None = None
-        """Rows of a physical batch, where a splitting sampler draws."""
+        """Samples of a physical batch, where a splitting sampler draws."""
         self.cuts: list[range] | None = None
         """The parts that a splitting sampler was given, as places in this list."""
 
     def __reduce__(self) -> Any:
-        """To a worker process, which reads the rows, go their numbers alone."""
+        """To a worker process, which reads the samples, go their numbers alone."""
         return list, (list(self),)
 
     def __array_function__(
@@ -236,8 +244,8 @@ class UnitBatch(list):
         self.cuts = cut_between_units(self.sizes, most)
         return [np.asarray(self[cut.start : cut.stop]) for cut in self.cuts]
 
-    def rows_of(self, part: range) -> UnitRows | None:
-        """Whose the rows of a part are; None where it begins or ends within a unit."""
+    def rows_of(self, part: range) -> UnitSamples | None:
+        """Whose the samples of a part are; None where it begins or ends within a unit."""
         sizes, stop = [], 0
         for size in self.sizes:
             start, stop = stop, stop + size

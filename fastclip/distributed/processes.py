@@ -1,6 +1,6 @@
 """Which processes train a model: one, or ranks (DistributedDataParallel, FSDP2); others are refused.
 
-Processes that know nothing of each other would each clip their own rows, add their own noise and step
+Processes that know nothing of each other would each clip their own samples, add their own noise and step
 their own copy of the weights: the copies drift apart, and each is accounted for as if it were alone.
 """
 
@@ -213,7 +213,7 @@ def check_shards(model: nn.Module, *, follows: bool = True) -> None:
             )
 
 
-def refuse_replicas() -> NoReturn:
+def check_not_replicated() -> NoReturn:
     """Called where nn.DataParallel copies a private model to another device."""
     raise GraphError(
         "nn.DataParallel would run copies of the private model on several devices, where no copy's "

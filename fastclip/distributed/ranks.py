@@ -31,7 +31,7 @@ class RanksDiffer(ArgumentError):
 
 
 class Ranks:
-    """The processes of one group that hold the same model, each with its share of the rows.
+    """The processes of one group that hold the same model, each with its share of the samples.
 
     Args:
         wrapper: what the model came in. group: of the processes; it carries the sums.
@@ -57,9 +57,9 @@ class Ranks:
         """What the model came in, as long as somebody has it."""
         return self._wrapper()
 
-    def share(self, rows: Tensor) -> Tensor:
+    def share(self, samples: Tensor) -> Tensor:
         """Those of them that are this rank's: each is one rank's, and which is public."""
-        return rows[self.number :: self.count]
+        return samples[self.number :: self.count]
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """All ranks have been given the same.

@@ -246,8 +246,14 @@ def _tapped(bare: BareLayers) -> Iterator[tuple[int, Layer]]:
 
 
 def _is_bare(handle: LayerHook, module: nn.Module, layout: BatchLayout) -> bool:
-    path, grad_state, place = handle.path, handle.grad_state, layout.places.get(handle.path)
-    placed = place is not None and place.plain and not place.axis and path in layout.met
+    path, grad_state, batch_axis = (
+        handle.path,
+        handle.grad_state,
+        layout.batch_axes.get(handle.path),
+    )
+    placed = (
+        batch_axis is not None and batch_axis.plain and not batch_axis.axis and path in layout.met
+    )
     if handle.scopes or layout.returns or layout.by_values:
         return False
     own = [p for p in module._parameters.values() if p is not None]

@@ -1,9 +1,9 @@
 """One pass over a fixed number of samples, captured, and what a capture freezes.
 
 The first graph is the forward pass, the loss, the backward pass and the squared norms; the second is
-the clipped sums. From norms to scales the engine goes on by itself, over the rows that are there:
-thresholds, counts, groups and noise are not in a graph, and no placeholder row reaches them. Its scale
-is 0, which leaves it out of every sum whatever its gradient is, NaN included.
+the clipped sums. From norms to scales the engine goes on by itself, over the samples that are there:
+thresholds, counts, groups and noise are not in a graph, and no placeholder sample reaches them. Its
+scale is 0, which leaves it out of every sum whatever its gradient is, NaN included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastclip.core.snapshot import Facts, Snapshot, fact, which
 from fastclip.engine.graphs import Recorder
 from fastclip.errors import FastclipError, GraphError
 from fastclip.samples.settings import Settings
-from fastclip.samples.subsets import MOST_ROWS
+from fastclip.samples.subsets import MOST_SAMPLES
 from fastclip.trace.law import generators
 
 # -------------------------------------------------------------------------------------------------
@@ -275,10 +275,11 @@ def check_decided(grad_state: GradientState) -> None:
         )
 
 
-def settled(grad_state: GradientState, rows: int) -> bool:
-    """No later batch of up to `rows` rows would be looked at for its distinct rows: replays are not."""
+def settled(grad_state: GradientState, samples: int) -> bool:
+    """No later batch of up to `samples` samples would be looked at for its distinct samples:
+    replays are not."""
     known = [layout for layout in grad_state.calls.layouts.values() if layout.known]
-    enough = min(MOST_ROWS, rows)
+    enough = min(MOST_SAMPLES, samples)
     sure = (x.proven or x.flat or x.compared >= enough for x in known)
     return bool(known) and all(sure)
 
@@ -353,7 +354,7 @@ class Recording:
     Args:
         recorder: captures.
         grad_state: the model's gradient state.
-        run: the pass over `inputs`, whose rows are there already; returns the losses of the rows.
+        run: the pass over `inputs`, whose samples are there already; returns the losses of the samples.
         inputs: the tensors that the graph reads.
         frozen: makes the state to be captured in.
 
@@ -450,14 +451,14 @@ class Recording:
         self._second, self._kinds = self._recorder.capture(sums)
 
     def _prove(self) -> None:
-        """Other rows than were captured, and other weights, by both ways."""
+        """Other samples than were captured, and other weights, by both ways."""
         for x in self.inputs:
             x.copy_(x.roll(1, 0))
         with _stirred(self._grad_state.names):
             self._compare()
 
     def _compare(self) -> None:
-        """Hold a replay against the pass itself, on the rows in `inputs`.
+        """Hold a replay against the pass itself, on the samples in `inputs`.
 
         Raises:
             GraphError: they differ.
@@ -467,8 +468,8 @@ class Recording:
         dtype, norm_sq = expected.losses.dtype, expected.norm_sq.clone()
         losses = expected.losses.clone()
         sizes = norm_sq.sum(0).sqrt()
-        rows = torch.arange(len(sizes), dtype=sizes.dtype, device=sizes.device)
-        factors = torch.where(sizes.isfinite(), (1 + rows) / (1 + sizes), 0.0)
+        samples = torch.arange(len(sizes), dtype=sizes.dtype, device=sizes.device)
+        factors = torch.where(sizes.isfinite(), (1 + samples) / (1 + sizes), 0.0)
         self._factors.copy_(factors)
         kinds, sums = expected.sums(self._factors.clone())
         self._recorder.set_random_state(state)
@@ -499,22 +500,24 @@ class Recording:
         finally:
             self._recorder.set_random_state(state)
 
-    def contribute(self, rows: int) -> Tensor:
-        """Replay over the rows in `inputs`, of which the first `rows` are real; their losses."""
+    def contribute(self, samples: int) -> Tensor:
+        """Replay over the samples in `inputs`, of which the first `samples` are real; their losses."""
         grad_state = self._grad_state
         grad_state.batch.begin_pass()
         with arithmetic(self._whose):
             losses, norm_sq = self._first.replay()
             try:
-                drawn = grad_state.batch.find(rows)
-                norm_sq = norm_sq[:, :rows]
-                grad_state.contribute(norm_sq, self._layers, drawn, rows, self._calls, self._write)
+                drawn = grad_state.batch.find(samples)
+                norm_sq = norm_sq[:, :samples]
+                grad_state.contribute(
+                    norm_sq, self._layers, drawn, samples, self._calls, self._write
+                )
             finally:
                 self._first.let_go()
-        return losses[:rows]
+        return losses[:samples]
 
     def _write(self, scales: Tensor) -> None:
-        """Sums of the pass, given the scales of its real rows; all others have 0."""
+        """Sums of the pass, given the scales of its real samples; all others have 0."""
         self._factors.zero_()
         self._factors[..., : scales.shape[-1]] = scales * self._factor
         for parameters, flat in zip(self._kinds, self._second.replay(), strict=True):

@@ -121,7 +121,7 @@ def explain(setup: Setup) -> Explanation:
     looks: tuple[str, ...] = ()
     if setup.batch is not None and not refused:
         rows, looks, refused = _look(setup, set(trained.values()))
-    refused = (*_refused_around(setup), *refused)
+    refused = (*_errors_around(setup), *refused)
     frozen = {}
     for path, module in setup.module.named_modules():
         still = [p for p in module.parameters(recurse=False) if p not in trained]
@@ -142,7 +142,7 @@ def _size(parameter: nn.Parameter) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _refused_around(setup: Setup) -> Iterator[str]:
+def _errors_around(setup: Setup) -> Iterator[str]:
     """What make_private would refuse for other reasons than the model's layers."""
     checks: list[Callable[[], Any]] = [lambda: check_set_up(setup.module)]
     if setup.optimizer is not None:

@@ -28,7 +28,7 @@ from fastclip.rules.routing import Routing
 from fastclip.samples.calls import FORWARD, Entered, Forward
 from fastclip.samples.inputs import tensors_of
 
-_NO_ROWS = "the batch has no rows, as Poisson draws have none at times: "
+_NO_SAMPLES = "the batch has no rows, as Poisson draws have none at times: "
 _PLACEHOLDER = (
     "pass rand_on_empty=True to make_private, which makes such a batch a placeholder row that "
     "contributes nothing"
@@ -37,17 +37,17 @@ _TAKEN = "let the forward pass take 0 rows, x.flatten(1) where it was x.view(len
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
-def _tell(error: BaseException | None, rows: int | None) -> None:
-    """Add the way out to what a forward pass over no rows has raised."""
+def _tell(error: BaseException | None, samples: int | None) -> None:
+    """Add the way out to what a forward pass over no samples has raised."""
     plain = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError)
-    if error is not None and plain and rows == 0 and len(error.args) == 1:
+    if error is not None and plain and samples == 0 and len(error.args) == 1:
         library = _library(error)
         ways = (
             f"{_PLACEHOLDER}, for {library} takes no 0 rows"
             if library
             else f"{_TAKEN}, or {_PLACEHOLDER}"
         )
-        error.args = (f"{error} ({_NO_ROWS}{ways})",)
+        error.args = (f"{error} ({_NO_SAMPLES}{ways})",)
 
 
 def _library(error: BaseException) -> str:
@@ -61,11 +61,11 @@ def _library(error: BaseException) -> str:
 
 
 @contextmanager
-def _way_out(rows: int | None) -> Iterator[None]:
+def _way_out(samples: int | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever the model raises
-        _tell(error, rows)
+        _tell(error, samples)
         raise
 
 
@@ -223,7 +223,8 @@ class RootCall:
 
     @disable_dynamo
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """The model's forward has returned, or failed; of a batch without rows the way out is told."""
+        """The model's forward has returned, or failed; of a batch without samples the way out is
+        told."""
         if self._called is not None:
             self._called.ran()
             if self._grad_state is not None:
@@ -287,7 +288,7 @@ class PartForwardWrapper:
 
 
 class RecurrentForwardWrapper:
-    """Opacus' recurrent layers: the rows of a PackedSequence are samples sorted by length."""
+    """Opacus' recurrent layers: the samples of a PackedSequence are samples sorted by length."""
 
     def run(
         self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
@@ -296,29 +297,29 @@ class RecurrentForwardWrapper:
         grad_state = handle.grad_state
         if not isinstance(x, PackedSequence):
             return inner(*args, **kwargs)
-        if grad_state.calls.probe:  # its rows are sorted by length, and `row_order` says how
+        if grad_state.calls.probe:  # its samples are sorted by length, and `sample_order` says how
             outside, grad_state.calls.probe.trusted = grad_state.calls.probe.trusted, True
             try:
                 return inner(*args, **kwargs)
             finally:
                 grad_state.calls.probe.trusted = outside
         forward, _ = grad_state.layer_forward()
-        rows = int(x.batch_sizes[0])
+        samples = int(x.batch_sizes[0])
         order = x.sorted_indices
         if order is None:
-            order = torch.arange(rows, device=x.data.device)
+            order = torch.arange(samples, device=x.data.device)
         if forward.batch_size is None:
-            forward.batch_size = rows
-        forward.row_order = order
+            forward.batch_size = samples
+        forward.sample_order = order
         try:
             with grad_state.bare.aside():
                 return inner(*args, **kwargs)
         finally:
-            forward.row_order = None
+            forward.sample_order = None
 
 
 class SortedForwardWrapper:
-    """torch's recurrent layers: how the rows of a PackedSequence were sorted is known out here."""
+    """torch's recurrent layers: how the samples of a PackedSequence were sorted is known out here."""
 
     def run(
         self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict

@@ -428,7 +428,7 @@ def _memory_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr() if x.layout == torch.strided and x.numel() else 0
 
 
-def _refuse_export(what: str, x: Tensor) -> None:
+def _check_not_exported(what: str, x: Tensor) -> None:
     if what != "register_hook":
         raise RuntimeError(f"Tensor.{what} reads values")
 
@@ -472,7 +472,7 @@ class TracedRecorder:
     def capture(self, work: Callable[[], tuple[T, list[Tensor]]]) -> tuple[Replayed, T]:
         """One graph, with the backward passes inside on this thread."""
         graph = TracedGraph(self._compiler, self._graphs, self.random_state)
-        end = hear_exports(_refuse_export)
+        end = hear_exports(_check_not_exported)
         try:
             with torch.autograd.set_multithreading_enabled(False), traced(graph):
                 result, tensors = work()

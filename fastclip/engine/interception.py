@@ -169,7 +169,7 @@ class LayerHook:
             probe.layout.met.add(self.path)
             return plain(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        probe.observe(self.path, x, self.rule.counts_rows)
+        probe.observe(self.path, x, self.rule.counts_samples)
         with Native():
             out = plain(*args, **kwargs)
         probe.gives(self.path, out)
@@ -271,13 +271,13 @@ def apply_rule(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) 
     rule, grad_state = handle.rule, handle.grad_state
     assert rule is not None
     forward, opens = grad_state.layer_forward(handle.path)
-    place: BatchAxis | None = _ROWS
+    batch_axis: BatchAxis | None = _ROWS
     layout = forward.layout
-    placed = forward.row_order is None and not rule.counts_rows
+    placed = forward.sample_order is None and not rule.counts_samples
     if placed:
         if layout is None or not (layout.knows(handle.path) or forward.routings):
             layout = grad_state.calls.layout_with(handle.path, forward)
-        moved = handle.path not in layout.places and forward.routings
+        moved = handle.path not in layout.batch_axes and forward.routings
         if moved or handle.path in layout.open:
             return run_plain(module, *args, **kwargs)
     try:
@@ -288,26 +288,28 @@ def apply_rule(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) 
         _check_extra(handle, module, extra)
     if placed:
         assert layout is not None
-        rows = forward.batch_size
-        place = None if rows is None else layout.place_of(handle.path, x, rows, forward.lengths)
-        if rows is not None and place is None and handle.path in layout.places:
+        samples = forward.batch_size
+        batch_axis = (
+            None if samples is None else layout.place_of(handle.path, x, samples, forward.lengths)
+        )
+        if samples is not None and batch_axis is None and handle.path in layout.batch_axes:
             grad_state.calls.look_again(layout, forward, handle.path, x)
             if handle.path in layout.open:
                 return run_plain(module, *args, **kwargs)
         axis = rule.axis(module)
-        if place is None or not place.plain or axis is not None:
-            place = layout.locate(handle.path, x, forward.batch_size, axis, forward.lengths)
-    assert place is not None
+        if batch_axis is None or not batch_axis.plain or axis is not None:
+            batch_axis = layout.locate(handle.path, x, forward.batch_size, axis, forward.lengths)
+    assert batch_axis is not None
     forward.reached.add(handle.path)
     parameters = handle.parameters(module)
     _check_parameters(handle, module, parameters)
     check_plain()
-    call = Call(handle, module, forward, place, extra, parameters)
+    call = Call(handle, module, forward, batch_axis, extra, parameters)
     try:
         out = _APPLY(call, unwrap_dead(x), *parameters.values())
     except TypeError as error:
         raise _unsupported(handle, module, error) from error
-    if rule.counts_rows and forward.batch_size == len(x):
+    if rule.counts_samples and forward.batch_size == len(x):
         forward.batch_size = out.shape[0]  # the model's first input was the flat ids of the bags
     if opens:
         grad_state.begins_with(forward, out)
@@ -361,7 +363,7 @@ def _unsupported(handle: LayerHook, module: nn.Module, error: TypeError) -> Unsu
 # -------------------------------------------------------------------------------------------------
 # Calls by which a training loop reaches private layers past the model's own forward.
 #
-# Whatever computes with private layers is run on a few rows before it trains
+# Whatever computes with private layers is run on a few samples before it trains
 # (fastclip.samples.learning): the model's forward when it begins; another method of the model, or a
 # part of it that is called by itself, when it first reaches a private layer, for most methods
 # compute nothing.
@@ -370,7 +372,7 @@ def _unsupported(handle: LayerHook, module: nn.Module, error: TypeError) -> Unsu
 _PART = "_fastclip_part"
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LOGS = ("log", "log_dict")
-"""Lightning's methods that keep numbers elsewhere: a look on a few rows leaves nothing there."""
+"""Lightning's methods that keep numbers elsewhere: a look on a few samples leaves nothing there."""
 _MOST = 64
 _signatures: dict[FunctionType, inspect.Signature] = {}
 """Of so many functions: torch.compile, which may trace whoever asks, warns of functools.lru_cache."""
@@ -424,7 +426,7 @@ class Method:
             return returned(run(*args, **kwargs))
 
     def _check_gathering(self) -> None:
-        """Refuse to let rows of one rank into another's loss, where none is clipped for both."""
+        """Refuse to let samples of one rank into another's loss, where none is clipped for both."""
         if self.grad_state.clipping.ranks is not None and self.grad_state.calls.runs(
             "training_step"
         ):

@@ -28,7 +28,7 @@ class Mechanism:
     """
 
     unit: str
-    """What is protected as one: "row", or "unit" of several rows (a patient)."""
+    """What is protected as one: "sample", or "unit" of several samples (a patient)."""
     neighbors: str
     """The neighboring relation."""
     sampler: str
@@ -97,7 +97,7 @@ class Mechanism:
             drawn += "; accounted without amplification"
             drawn += "" if self.sampler == STREAM else ", a pass as one step"
         counts = "none" if self.noise.counts is None else f"sigma = {self.noise.counts:.4g}"
-        rows = {
+        samples = {
             "neighbors": self.neighbors,
             "privacy unit": self.unit,
             "sampling": drawn,
@@ -112,8 +112,8 @@ class Mechanism:
             "accountant": self.accountant,
             "epsilon": _epsilon(self.epsilon, self.planned_epsilon, self.delta),
         }
-        width = max(map(len, rows))
-        lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
+        width = max(map(len, samples))
+        lines = [f"{name:<{width}}  {value}" for name, value in samples.items()]
         for title in ("secure", "insecure", "trusted"):
             entries = getattr(self, title)
             lines.append(f"{title}:" if entries else f"{title}: nothing")

@@ -25,10 +25,10 @@ from fastclip.core.opacus_names import (
 )
 from fastclip.distributed.processes import (
     bare,
+    check_not_replicated,
     hold_back,
     is_compiled,
     reduce_again,
-    refuse_replicas,
     uncompiled,
 )
 from fastclip.distributed.ranks import Ranks, whole_of
@@ -388,7 +388,7 @@ class _Installer:
                 self.grad_state.mark_shared(parameter)
 
     def _is_part(self, module: nn.Module) -> bool:
-        """Runs private layers, and is none: called by itself, it may do anything to their rows."""
+        """Runs private layers, and is none: called by itself, it may do anything to their samples."""
         if module in self.handles or not MARKS.isdisjoint(vars(module)):
             return False
         return any(below in self.handles for below in module.modules())
@@ -487,7 +487,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
         nn.Module.zero_grad(self, set_to_none)
 
     def _replicate_for_data_parallel(self) -> Any:
-        refuse_replicas()
+        check_not_replicated()
 
     def remove_hooks(self) -> None:
         uninstall(self._module)

@@ -129,18 +129,19 @@ class ModelLoss:
         """
         given = _MEANS[mean].bind(*args, **kwargs)
         given.apply_defaults()
-        asked, rows = given.arguments, self._rows()
+        asked, samples = given.arguments, self._rows()
         labels, old = asked["target"], (asked["size_average"], asked["reduce"])
         of_labels = isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point()
-        if not (rows and of_labels and asked["reduction"] == "mean" and old == (None, None)):
+        if not (samples and of_labels and asked["reduction"] == "mean" and old == (None, None)):
             return mean(*args, **kwargs)
-        if len(labels) % rows:
+        if len(labels) % samples:
             raise GraphError(
-                f"{self._name} computes a cross entropy over {len(labels)} labels for {rows} samples, "
+                f"{self._name} computes a cross entropy over {len(labels)} labels for {samples} "
+                "samples, "
                 "which model_loss='per_sample' cannot replace. Return one loss per sample, [b]."
             )
         self.inline, self.replaced = self.inline or not self._within, True
-        if labels.numel() > rows or asked["weight"] is not None:
+        if labels.numel() > samples or asked["weight"] is not None:
             self._say(
                 f"model_loss='per_sample' replaces the loss of {self._name}: it is now the mean over "
                 "samples of each sample's mean over its own counted labels (docs/losses.md)."
@@ -148,8 +149,10 @@ class ModelLoss:
         self._without_padding(asked)
         if self.label_smoothing and mean is F.cross_entropy:
             asked["label_smoothing"] = self.label_smoothing
-        losses = mean(**{**asked, "reduction": "none"}).reshape(rows, -1)  # [b, n / b]
-        counted = (asked["target"] != asked["ignore_index"]).reshape(rows, -1).sum(1).clamp(min=1)
+        losses = mean(**{**asked, "reduction": "none"}).reshape(samples, -1)  # [b, n / b]
+        counted = (
+            (asked["target"] != asked["ignore_index"]).reshape(samples, -1).sum(1).clamp(min=1)
+        )
         return (losses.sum(1) / counted).mean()
 
     def _rows(self) -> int | None:

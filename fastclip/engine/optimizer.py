@@ -19,7 +19,7 @@ from fastclip.backward.guards import check_alone
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss import ScaledLoss, is_scaled
 from fastclip.backward.state import GradientState
-from fastclip.clipping.policy import split_refused
+from fastclip.clipping.policy import split_error
 from fastclip.core.compiler import disable_dynamo
 from fastclip.distributed.ranks import whole_of
 from fastclip.engine.release import (
@@ -104,7 +104,7 @@ class _Shared:
 
     @read("batch.account")
     def account(self) -> Any:
-        """What records the steps, and how their rows are drawn; None before make_private."""
+        """What records the steps, and how their samples are drawn; None before make_private."""
 
     @read("hooks.ledger")
     def ledger(self) -> Any:
@@ -215,7 +215,7 @@ class FastDPOptimizer(DPOptimizer):
     sum has L2 sensitivity S, recorded when it was clipped, and B is public; and, for strategies that
     count, the counts with noise sigma_count times their sensitivity. Together they cost what one
     Gaussian mechanism of noise multiplier sigma costs: 1 / sigma^2 = 1 / sigma_grad^2 +
-    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1). Neighbors differ in one row that was added or
+    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1). Neighbors differ in one sample that was added or
     removed; what sampling adds holds for Poisson sampling alone (see `make_private`).
 
     Args:
@@ -292,7 +292,7 @@ class FastDPOptimizer(DPOptimizer):
 
         C, a scalar, or one a group or layer; Z of a global function. Public after the step; before
         it, where thresholds come from the same step's counts, it is not accounted yet. A copy: the
-        noise follows from the one that rows were clipped at.
+        noise follows from the one that samples were clipped at.
         """
 
     @shown("grad_state.clipping.current.weights")
@@ -306,13 +306,13 @@ class FastDPOptimizer(DPOptimizer):
 
     @read("grad_state.per_sample_norms")
     def per_sample_norms(self) -> Tensor | None:
-        """Raw norms [rows, or units] of the last backward. For debugging; NOT private."""
+        """Raw norms [samples, or units] of the last backward. For debugging; NOT private."""
 
     @held("grad_state.monitor.enabled")
     def warn_of_non_finite(self) -> bool:
         """Warn once, in a backward pass, if a sample's gradient is not finite; False.
 
-        For debugging; NOT private: the warning tells something about one row.
+        For debugging; NOT private: the warning tells something about one sample.
         """
 
     @shown("grad_state.clipping.noisy_counts")
@@ -449,7 +449,7 @@ class FastDPOptimizer(DPOptimizer):
         """
         policy = self.grad_state.clipping.strategy.threshold
         if do_skip and policy.same_step:
-            raise StepError(split_refused(type(policy).__name__))
+            raise StepError(split_error(type(policy).__name__))
         self.batch.signal(do_skip)
 
     def state_dict(self) -> dict[str, Any]:

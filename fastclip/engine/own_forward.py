@@ -248,14 +248,14 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Modules that run around uses of parameters: which one returns rows that were moved in their
+# Modules that run around uses of parameters: which one returns samples that were moved in their
 # places.
 
 
 def follow(
     path: str, grad_state: GradientState, inner: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
-    """Run a module that is no private layer; where it moves rows, their owners will be told."""
+    """Run a module that is no private layer; where it moves samples, their owners will be told."""
     probe = grad_state.calls.probe
     if probe is not None:
         if any(is_private(x) for x in leaves_of((args, kwargs))):
@@ -325,23 +325,23 @@ def eagerly(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def enter(path: str, forward: Forward) -> None:
-    """This module runs; what is learnt inside may say that it moves rows."""
+    """This module runs; what is learnt inside may say that it moves samples."""
     forward.inside.append((path, Routing(forward.batch_size or 0)))
 
 
 def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
-    """What the module returns; if it moves rows, gradients come in there whose owners are known."""
+    """What the module returns; if it moves samples, gradients come in there whose owners are known."""
     if forward.layout is None or path not in forward.layout.returns:
         return out
     leaves, structure = flatten(out)
-    places = forward.layout.returns[path]
+    batch_axes = forward.layout.returns[path]
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, PackedSequence))]
     numbers = [
         i for number, i in enumerate(tensors)
-        if number in places and type(leaves[i]) is Tensor and leaves[i].requires_grad
+        if number in batch_axes and type(leaves[i]) is Tensor and leaves[i].requires_grad
     ]  # fmt: skip
     batch = forward.batch_size or 0
-    if not all(places[tensors.index(i)].fits(leaves[i], batch) for i in numbers):
+    if not all(batch_axes[tensors.index(i)].fits(leaves[i], batch) for i in numbers):
         forward.layout.lost([path])
         forward.layout.watch = None  # which the next call looks at again
         raise BatchSizeError(
@@ -349,7 +349,7 @@ def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
             "are was not followed; call the model on this batch again, which is known now"
         )
     passed = routing.leave(
-        [leaves[i] for i in numbers], [places[tensors.index(i)] for i in numbers]
+        [leaves[i] for i in numbers], [batch_axes[tensors.index(i)] for i in numbers]
     )
     for i, x in zip(numbers, passed, strict=True):
         leaves[i] = x

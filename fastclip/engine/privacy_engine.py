@@ -122,7 +122,7 @@ class FastPrivacyEngine(PrivacyEngine):
             criterion: loss, whose reduction must be `loss_reduction`; returned (unchanged) only
                 where grad_sample_mode is "ghost".
             data_loader: its length sets the sampling rate q = 1 / len(data_loader), and the number N
-                of its rows the expected batch size B = N q, unless both are given: then epsilon
+                of its samples the expected batch size B = N q, unless both are given: then epsilon
                 does not take N for public.
             noise_multiplier: sigma, standard deviation of the noise over the sensitivity: the total
                 that the accountant sees, of which count queries take their share; of the first step
@@ -131,7 +131,7 @@ class FastPrivacyEngine(PrivacyEngine):
                 "per_layer".
             batch_first: samples lie along axis 0 of the model's inputs; else along axis 1.
             loss_reduction: "mean" (over the physical batch) or "sum".
-            poisson_sampling: draw every row independently with rate q. Else rows are trained on in
+            poisson_sampling: draw every sample independently with rate q. Else samples are trained on in
                 the loader's order, and accounted without amplification: each is in every pass. An
                 IterableDataset needs False, a batch_size, and to bring a sample at most once in a
                 step (on trust); every step is then recorded at q = 1, so that it needs no length:
@@ -142,23 +142,26 @@ class FastPrivacyEngine(PrivacyEngine):
             grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
                 own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
             wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.
-            rand_on_empty: an empty batch becomes one placeholder row, which contributes nothing.
-            sample_rate: public q and B, of rows or units; give both.
-            expected_batch_size: public q and B, of rows or units; give both.
-            max_batch_size: most rows or units of a step; larger draws are cut at random, which
+            rand_on_empty: an empty batch becomes one placeholder sample, which contributes nothing.
+            sample_rate: public q and B, of samples or units; give both.
+            expected_batch_size: public q and B, of samples or units; give both.
+            max_batch_size: most samples or units of a step; larger draws are cut at random, which
                 accountant="pld" accounts for. None: as many as are drawn.
-            unit_ids: whose every row of the data set is, [rows]: a tensor, list, array, or the name of
-                a column. Then all is said of units (patients), not of rows: q, B, clipping, epsilon.
-            max_samples_per_unit: rows of a unit that a step takes at most, drawn at random; None: all.
-            unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
+            unit_ids: whose every sample of the data set is, [samples]: a tensor, list, array, or
+                the name of a column. Then all is said of units (patients), not of samples: q, B,
+                clipping, epsilon.
+            max_samples_per_unit: samples of a unit that a step takes at most, drawn at random;
+            None: all.
+            unit_reduction: a unit's gradient is the "mean" or the "sum" of its samples' gradients.
             model_loss: "per_sample" replaces mean cross entropies inside the model (a loss that
                 transformers computes of labels), and in a criterion that is a module with a
                 `reduction`, by the mean over samples of each sample's mean over its counted labels;
                 a sample without any contributes 0. `num_items_in_batch` is ignored. Under
                 torch.no_grad, and after `cleanup()`, the loss is the model's own. "own": always.
-            views: K rows of the model's batch for each sample of the loader's, its views, next to each
-                other (x.repeat_interleave(K, 0)): their mean gradient is clipped once (arXiv 2204.13650,
-                section 3.2). All else, B and epsilon included, is said of samples, whatever K is.
+            views: K samples of the model's batch for each sample of the loader's, its views, next
+                to each other (x.repeat_interleave(K, 0)): their mean gradient is clipped once
+                (arXiv 2204.13650, section 3.2). All else, B and epsilon included, is said of
+                samples, whatever K is.
 
         Returns:
             (model or handle, optimizer, data loader); with "ghost", (..., criterion, data loader).
@@ -168,7 +171,7 @@ class FastPrivacyEngine(PrivacyEngine):
 
         Formal guarantee: every real step of the optimizer is a Gaussian mechanism with noise
         multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken, for
-        neighbors that differ in one row (or unit) that was added or removed, where q and B are given
+        neighbors that differ in one sample (or unit) that was added or removed, where q and B are given
         (else, and for poisson_sampling=False: one that is zeroed out, N being public).
         `mechanism()` says all of it.
         """
@@ -246,12 +249,12 @@ class FastPrivacyEngine(PrivacyEngine):
     def get_epsilon(self, delta: float) -> float:
         """The (epsilon, delta) that all steps taken so far have spent.
 
-        Formal guarantee: for neighbors that differ in one row (or unit) that was added or removed,
-        where q and B were given; else, and where rows were not drawn by Poisson sampling, in one that
+        Formal guarantee: for neighbors that differ in one sample (or unit) that was added or removed,
+        where q and B were given; else, and where samples were not drawn by Poisson sampling, in one that
         is zeroed out. `mechanism()` says which.
 
         Args:
-            delta: in (0, 1), smaller than 1 / rows: the first that is not warns.
+            delta: in (0, 1), smaller than 1 / samples: the first that is not warns.
 
         Returns:
             epsilon; 0 before the first step, inf if a step had no noise.
@@ -270,14 +273,14 @@ class FastPrivacyEngine(PrivacyEngine):
         self._warned_of_delta = self._warned_of_delta or says_too_much(call, delta, design)
 
     def sample_epsilon(self, delta: float, rate: float | Tensor) -> float:
-        """Epsilon, so far, for a row of the last model made private that is drawn with its own rate.
+        """Epsilon, so far, for a sample of the last model made private that is drawn with its own rate.
 
-        Formal guarantee: as of `get_epsilon`, for neighbors that differ in this row. Steps of other
+        Formal guarantee: as of `get_epsilon`, for neighbors that differ in this sample. Steps of other
         models, and of checkpoints that were loaded, count at the rates that were recorded.
 
         Args:
             delta: in (0, 1).
-            rate: q_i of the row, of `engine.sampling.rates`.
+            rate: q_i of the sample, of `engine.sampling.rates`.
 
         Raises:
             StepError: before make_private. ArgumentError: for a rate or delta out of range.
@@ -309,7 +312,7 @@ class FastPrivacyEngine(PrivacyEngine):
 
     @property
     def sampling(self) -> SamplingDesign:
-        """How the rows of the last model made private are drawn.
+        """How the samples of the last model made private are drawn.
 
         Raises:
             StepError: before make_private.
@@ -319,7 +322,7 @@ class FastPrivacyEngine(PrivacyEngine):
     def plan_sampling(
         self, data_loader: DataLoader, *, poisson_sampling: bool = True, **sampling: Any
     ) -> SamplingDesign:
-        """How `make_private` would draw the rows of a loader; nothing is drawn or changed.
+        """How `make_private` would draw the samples of a loader; nothing is drawn or changed.
 
         Args:
             sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
@@ -354,7 +357,7 @@ class FastPrivacyEngine(PrivacyEngine):
         the last private model have shown. Print it.
 
         It names what is trained and frozen, layers without a rule of their own, whatever would be
-        refused, and known traps: rows not drawn by Poisson sampling, a last incomplete batch, delta
+        refused, and known traps: samples not drawn by Poisson sampling, a last incomplete batch, delta
         larger than 1 / N, losses that couple samples, noise that can be foreseen. Nothing is
         changed, and no data is looked at but `batch`.
 
@@ -363,12 +366,12 @@ class FastPrivacyEngine(PrivacyEngine):
                 rest: as for `make_private`, as far as known.
             delta: that of the epsilon to be stated.
             batch: what the model is called with: a tensor, a tuple of arguments, a dictionary of
-                keywords. A copy of the model is then run on a few of its rows, as in the first step:
-                uses of parameters, refusals of coupled rows, and what that look costs are told, too.
+                keywords. A copy of the model is then run on a few of its samples, as in the first step:
+                uses of parameters, refusals of coupled samples, and what that look costs are told, too.
             sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
 
         Returns:
-            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`; without `module` a
+            An Explanation, with `samples`, `frozen`, `slow`, `refused` and `traps`; without `module` a
             `fastclip.trace.findings.Proof`: the operations in which samples met, and what follows.
 
         Raises:
@@ -384,7 +387,7 @@ class FastPrivacyEngine(PrivacyEngine):
         )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
-        """Say which group each row of the next backward pass belongs to.
+        """Say which group each sample of the next backward pass belongs to.
 
         For strategies of groups, before every backward pass, on physical batches as on whole ones;
         other strategies ignore it, so a training loop may always call it. Ids that no backward pass
@@ -392,7 +395,7 @@ class FastPrivacyEngine(PrivacyEngine):
 
         Args:
             ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not looked
-                at: a row outside the range contributes nothing and counts nowhere.
+                at: a sample outside the range contributes nothing and counts nowhere.
             module: the private model whose pass comes next, where the engine has several.
 
         Raises:
@@ -430,11 +433,11 @@ class FastPrivacyEngine(PrivacyEngine):
 
         Args:
             model: the private model (for wrap_model=False your own): what `loss_function` gets.
-            loss_function: (model, *batch) -> the loss of each row, [n]; the step takes their mean or
+            loss_function: (model, *batch) -> the loss of each sample, [n]; the step takes their mean or
                 sum, as `loss_reduction` says.
-            physical_batch: rows that are run at once. A larger batch is run in parts, which one
+            physical_batch: samples that are run at once. A larger batch is run in parts, which one
                 `optimizer.step()` releases; in a graph a smaller one is filled up with placeholder
-                rows, which contribute nothing. None: the expected batch, for Poisson sampling with
+                samples, which contribute nothing. None: the expected batch, for Poisson sampling with
                 three standard deviations of its size, up to a multiple of 8; times `views`.
             cuda_graph: replay the device's work of a pass as CUDA graphs (docs/cuda_graphs.md); on a
                 CPU it runs as it is, and says so once.
@@ -469,8 +472,8 @@ class FastPrivacyEngine(PrivacyEngine):
             query: what is counted, of whom, with how much noise.
             groups: the number of each sample's group, [samples]; where groups overlap (disjoint=False),
                 True or False, [samples, groups].
-            measures: of each measure but "rows" 0 or 1 (False or True) for each sample, [samples]. None
-                where "rows" is the only one.
+            measures: of each measure but "samples" 0 or 1 (False or True) for each sample,
+                [samples]. None where "samples" is the only one.
             unit_ids: of each sample, where query.unit is "unit", as for make_private.
 
         Returns:
@@ -637,7 +640,7 @@ class FastPrivacyEngine(PrivacyEngine):
         return fixed
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the ledger, and no model, rows or rates: what was released goes on elsewhere."""
+        """A copy has the ledger, and no model, samples or rates: what was released goes on elsewhere."""
         return {**self.__dict__, "_runs": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastPrivacyEngine:

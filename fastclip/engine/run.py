@@ -181,7 +181,7 @@ class PrivateRun:
     """One model that was made private; it outlives that model, and does not keep it."""
 
     design: SamplingDesign
-    """How its rows are drawn."""
+    """How its samples are drawn."""
     releases: Releases
     state: ClippingState
     batch: LogicalBatch
@@ -234,10 +234,10 @@ class PrivateRun:
     def secured(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What is kept from those who could foresee or repeat it, and what is not, as it runs now."""
         source, loader = self.state.noise, self.loader()
-        rows = self.design.secure if loader is None else draws_securely(loader)
+        samples = self.design.secure if loader is None else draws_securely(loader)
         kept = {
             "noise of the gradients and of counts": source.secure,
-            "which rows are drawn": rows,
+            "which rows are drawn": samples,
             "the last bits of noise, from which sums could be read": source.guarded,
             "the tails of noise, which end where those of a normal do not": source.secure,
         }

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fastclip.backward.guards import arm
 from fastclip.backward.state import GradientState
-from fastclip.clipping.policy import split_refused
+from fastclip.clipping.policy import split_error
 from fastclip.core.autograd import reached_without
 from fastclip.core.checks import whole
 from fastclip.engine.capture import Frozen, Recording, check_decided, settled, surroundings
@@ -25,7 +25,8 @@ _MOST_KINDS = 8
 """Kinds of batches that are captured; each holds memory of its own."""
 _MOST_CAPTURES, _MOST_COMPILED = 32, 8
 _MOST_SEEN = 64
-"""Kinds that are remembered until they come again: names of rows are a kind of their own each time."""
+"""Kinds that are remembered until they come again: names of samples are a kind of their own each
+time."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -64,13 +65,13 @@ def make_step(
             "make_step expects samples along axis 0, but make_private got batch_first=False; move "
             "the batch first"
         )
-    rows = _usual_rows(grad_state) if physical_batch is None else physical_batch
-    rows = whole("physical_batch", rows, 1)
-    return Step(model, grad_state, loss_function, rows, cuda_graph, compile)
+    samples = _usual_samples(grad_state) if physical_batch is None else physical_batch
+    samples = whole("physical_batch", samples, 1)
+    return Step(model, grad_state, loss_function, samples, cuda_graph, compile)
 
 
-def _usual_rows(grad_state: GradientState) -> int:
-    """Rows that nearly every draw has no more of; public, as the expected batch is."""
+def _usual_samples(grad_state: GradientState) -> int:
+    """Samples that nearly every draw has no more of; public, as the expected batch is."""
     expected = grad_state.clipping.expected_batch_size
     if not expected:
         raise ArgumentError(
@@ -89,7 +90,7 @@ class Step:
         model: what `loss_function` is called with.
         grad_state: of the private model.
         loss_function: (model, *batch) -> losses [n].
-        physical_batch: rows that are run at once.
+        physical_batch: samples that are run at once.
         cuda_graph: replay CUDA graphs where the model is on a GPU.
         compiles: compile a pass whole, with what it needs for the norms and sums.
     """
@@ -122,7 +123,7 @@ class Step:
         self._seen.clear()
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Train on a batch: afterwards its rows are clipped and summed, for `optimizer.step()`.
+        """Train on a batch: afterwards its samples are clipped and summed, for `optimizer.step()`.
 
         Returns:
             The mean (or sum, as loss_reduction says) of its losses, without a graph, NOT private; 0 for
@@ -141,10 +142,11 @@ class Step:
         device = next(iter(grad_state.names)).device
         leaves, structure = flatten((batch, {}))
         leaves = [x.to(device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
-        rows, parts = self._parts(leaves)
-        if len(parts) > 1 and _lists(batch, rows):
+        samples, parts = self._parts(leaves)
+        if len(parts) > 1 and _lists(batch, samples):
             raise BatchSizeError(
-                f"the batch holds a list of {rows} values, one a row, which a step does not divide into "
+                f"the batch holds a list of {samples} values, one a row, which a step does not "
+                "divide into "
                 f"parts of {self.physical_batch}; make a tensor of them, or pass a physical_batch that "
                 "holds every draw"
             )
@@ -160,31 +162,32 @@ class Step:
                 part = [x[first:last] if _is_tensor(x) else x for x in leaves]
                 totals.append(self._train(part, structure, last - first, recorder).sum())
                 norms.append(grad_state.per_sample_norms)
-        except BaseException:  # of a batch that is tried again no row may count twice
+        except BaseException:  # of a batch that is tried again no sample may count twice
             if totals or before != (grad_state.batch.state, grad_state.batch.pending):
                 grad_state.batch.break_off()
             raise
         if len(norms) > 1:
             grad_state.per_sample_norms = torch.cat([x for x in norms if x is not None])
         total = sum(totals[1:], totals[0])
-        return total / max(rows, 1) if grad_state.mean_loss else total
+        return total / max(samples, 1) if grad_state.mean_loss else total
 
     def _parts(self, leaves: list[Any]) -> tuple[int, list[tuple[int, int]]]:
-        """Rows of the batch, and of its physical batches the first and the one after the last."""
+        """Samples of the batch, and of its physical batches the first and the one after the last."""
         shapes = [tuple(x.shape) for x in leaves if _is_tensor(x)]
         if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise BatchSizeError(
                 "a step expects every tensor of the batch to hold its rows along axis 0, got shapes "
                 f"{shapes}; make what all rows share in the loss function"
             )
-        rows, most = shapes[0][0], self.physical_batch
-        parts = [(i, min(i + most, rows)) for i in range(0, rows, most)] or [(0, 0)]
+        samples, most = shapes[0][0], self.physical_batch
+        parts = [(i, min(i + most, samples)) for i in range(0, samples, most)] or [(0, 0)]
         policy, batch = self._grad_state.clipping.strategy.threshold, self._grad_state.batch
         if len(parts) > 1 and policy.same_step:
-            raise StepError(split_refused(type(policy).__name__))
+            raise StepError(split_error(type(policy).__name__))
         if len(parts) > 1 and batch.draws is not None and batch.draws.stream:
             raise BatchSizeError(
-                f"a batch of a stream (IterableDataset) is run at once, but this one holds {rows} rows "
+                f"a batch of a stream (IterableDataset) is run at once, but this one holds "
+                f"{samples} rows "
                 f"and physical_batch is {most}: make the loader's batch_size no larger, and call "
                 "optimizer.step() after several batches"
             )
@@ -192,7 +195,7 @@ class Step:
         if batch.views > 1 and (len(parts) > 1 or self._graphs or self._compiles):
             raise StepError(
                 f"make_step with views={batch.views} neither captures nor splits a batch, here of "
-                f"{rows} rows. Omit cuda_graph and compile, and let physical_batch hold every draw"
+                f"{samples} rows. Omit cuda_graph and compile, and let physical_batch hold every draw"
             )
         if units and (len(parts) > 1 or self._graphs or self._compiles):
             raise StepError(
@@ -200,7 +203,7 @@ class Step:
                 "step neither captures nor splits; make it without cuda_graph and compile, with a "
                 "physical_batch that holds every draw"
             )
-        return rows, parts
+        return samples, parts
 
     def _recorder(self, device: torch.device) -> _Recorders | None:
         if self._compiles:
@@ -216,10 +219,10 @@ class Step:
         return recorder
 
     def _train(
-        self, leaves: list[Any], structure: Any, rows: int, recorder: _Recorders | None
+        self, leaves: list[Any], structure: Any, samples: int, recorder: _Recorders | None
     ) -> Tensor:
-        """One physical batch contributes; the losses of its rows."""
-        if recorder is None or not rows:
+        """One physical batch contributes; the losses of its samples."""
+        if recorder is None or not samples:
             return self._run(leaves, structure)
         try:
             recording = self._recording(leaves, structure, recorder)
@@ -236,7 +239,7 @@ class Step:
             self.forget()
             say(f"the step runs without being compiled: {error}")
         if recording is not None:
-            return recording.contribute(rows)
+            return recording.contribute(samples)
         new, self._new = self._new, None
         losses = self._run(leaves, structure)
         if new is not None:  # which has run to its end
@@ -249,15 +252,15 @@ class Step:
         """Forward pass, loss and backward pass, as a training loop would run them."""
         batch, _ = rebuild(list(leaves), structure)
         losses = self._losses_of(self._model, *batch)
-        rows = next(len(x) for x in leaves if _is_tensor(x))
-        if not isinstance(losses, Tensor) or losses.shape != (rows,):
+        samples = next(len(x) for x in leaves if _is_tensor(x))
+        if not isinstance(losses, Tensor) or losses.shape != (samples,):
             got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
             raise BatchSizeError(
-                f"loss_function is to return the loss of each row, [{rows}], got {got}: give the "
+                f"loss_function is to return the loss of each row, [{samples}], got {got}: give the "
                 'criterion reduction="none" (and take the mean over the positions of each row), the '
                 "step reduces it"
             )
-        if rows > 1 and losses.stride() == (0,):
+        if samples > 1 and losses.stride() == (0,):
             raise BatchSizeError(
                 "loss_function is to return the loss of each row, but gave one number of the whole "
                 'batch, expanded; give the criterion reduction="none", the step reduces it'
@@ -270,7 +273,7 @@ class Step:
             )
         if self._grad_state.caught is not None:
             self._check_leaves(losses)
-        share = 1 / max(rows, 1) if self._grad_state.mean_loss else 1.0
+        share = 1 / max(samples, 1) if self._grad_state.mean_loss else 1.0
         losses.backward(torch.full_like(losses, share))
         return losses.detach()
 
@@ -314,7 +317,7 @@ class Step:
         if self._captures >= most:
             return None
         if len(next(filter(_is_tensor, leaves))) < min(2, self.physical_batch):
-            return None  # no row to tell it from
+            return None  # no sample to tell it from
         self._captures += 1
         if self._captures == most:
             say(
@@ -322,7 +325,7 @@ class Step:
                 "made; all other batches run without one"
             )
         self._check_place(device)
-        grad_state.trace.end()  # what is filled up holds others than these rows
+        grad_state.trace.end()  # what is filled up holds others than these samples
         inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]
         for room, leaf in zip(inputs, filter(_is_tensor, leaves), strict=True):
             _fill(room, leaf)
@@ -348,15 +351,15 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def _lists(value: Any, rows: int) -> bool:
-    """A list or an array in the batch has a value for each row, but is no tensor."""
+def _lists(value: Any, samples: int) -> bool:
+    """A list or an array in the batch has a value for each sample, but is no tensor."""
     if isinstance(value, Mapping):
-        return any(_lists(x, rows) for x in value.values())
+        return any(_lists(x, samples) for x in value.values())
     if isinstance(value, (list, tuple)):
-        own = len(value) == rows and not any(map(_is_tensor, flatten(value)[0]))
-        return own or any(_lists(x, rows) for x in value)
+        own = len(value) == samples and not any(map(_is_tensor, flatten(value)[0]))
+        return own or any(_lists(x, samples) for x in value)
     shape: Any = getattr(value, "shape", ())
-    return not _is_tensor(value) and bool(shape) and shape[0] == rows
+    return not _is_tensor(value) and bool(shape) and shape[0] == samples
 
 
 def _kind(leaves: list[Any]) -> tuple[Any, ...]:
@@ -375,12 +378,12 @@ def _kind(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple((x.dtype, tuple(x.shape[1:])) if _is_tensor(x) else x for x in leaves)
 
 
-def _room(x: Tensor, rows: int) -> Tensor:
-    return x.new_empty(rows, *x.shape[1:])
+def _room(x: Tensor, samples: int) -> Tensor:
+    return x.new_empty(samples, *x.shape[1:])
 
 
 def _fill(room: Tensor, x: Tensor) -> None:
-    """The rows of x, and its first one in the place of all that are lacking."""
+    """The samples of x, and its first one in the place of all that are lacking."""
     x = x.detach()
     if len(x) == len(room):
         room.copy_(x)

@@ -17,7 +17,7 @@ from fastclip.counts import CountQuery, NoisyCounts
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 # -------------------------------------------------------------------------------------------------
-# What recorders are given: names of groups and classes, and a number for every row.
+# What recorders are given: names of groups and classes, and a number for every sample.
 
 
 ALL = "all"
@@ -64,18 +64,18 @@ def chosen(
 
 
 def check_numbers(
-    where: str, name: str, values: Any, rows: int, count: int, *, wait: bool
+    where: str, name: str, values: Any, samples: int, count: int, *, wait: bool
 ) -> None:  # fmt: skip
-    """Refuse what is not a number from 0 to count - 1 for each of the rows.
+    """Refuse what is not a number from 0 to count - 1 for each of the samples.
 
     Args:
         wait: look at the numbers of another device, too, which has to be waited for.
     """
     if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
         got = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
-        raise ArgumentTypeError(f"{where} expects {name} as an int64 tensor [{rows}], got {got}")
-    check_rows(where, name, values, rows)
-    if rows and (wait or values.device.type == "cpu"):
+        raise ArgumentTypeError(f"{where} expects {name} as an int64 tensor [{samples}], got {got}")
+    check_rows(where, name, values, samples)
+    if samples and (wait or values.device.type == "cpu"):
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= count:
             raise ArgumentError(
@@ -83,19 +83,19 @@ def check_numbers(
             )
 
 
-def check_rows(where: str, name: str, values: Tensor, rows: int) -> None:
-    """Refuse another shape than [rows]."""
-    if tuple(values.shape) != (rows,):
+def check_rows(where: str, name: str, values: Tensor, samples: int) -> None:
+    """Refuse another shape than [samples]."""
+    if tuple(values.shape) != (samples,):
         raise ArgumentError(
-            f"{where} expects a value of {name} a row, [{rows}], got {list(values.shape)}"
+            f"{where} expects a value of {name} a row, [{samples}], got {list(values.shape)}"
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# Norms of rows' gradients by group as a model trains: before clipping, after it, and who was
+# Norms of samples' gradients by group as a model trains: before clipping, after it, and who was
 # clipped.
 #
-# All of it is of raw rows: not private, and nothing that noise covers.
+# All of it is of raw samples: not private, and nothing that noise covers.
 
 
 MEASURES = ("rows", "norm_before", "norm_after", "clipped")
@@ -114,15 +114,15 @@ class Observed:
         self.attributes = attributes
         self.protected = protected
         self._sums: dict[str, Tensor] = {}
-        """Of each attribute, [4, k]: rows, norms before and after, clipped rows."""
+        """Of each attribute, [4, k]: samples, norms before and after, clipped samples."""
 
     def add(self, optimizer: Any, groups: Mapping[str, Tensor]) -> None:
         """What the last backward pass clipped.
 
         Args:
             optimizer: of the private run, between `backward()` and `step()`.
-            groups: of each attribute, the group of every row of the (physical) batch, int64 [b];
-                where units are clipped, of every unit, in the order of their first rows. Numbers
+            groups: of each attribute, the group of every sample of the (physical) batch, int64 [b];
+                where units are clipped, of every unit, in the order of their first samples. Numbers
                 outside, which a GPU cannot refuse without waiting, count nowhere.
         """
         given = chosen("observe", groups, self.attributes)
@@ -174,15 +174,16 @@ class Observed:
             )
         return self.protected
 
-    def _check(self, optimizer: Any, name: str, of_rows: Any, rows: int) -> None:
+    def _check(self, optimizer: Any, name: str, of_rows: Any, samples: int) -> None:
         draws = optimizer.grad_state.batch.draws
-        if draws is not None and draws.by_units and len(of_rows) != rows:
+        if draws is not None and draws.by_units and len(of_rows) != samples:
             raise ArgumentError(
-                f"observe expects the group of each of the {rows} units of the last backward pass, got "
+                f"observe expects the group of each of the {samples} units of the last backward "
+                "pass, got "
                 f"{len(of_rows)} for {name}: rows were clipped by units (unit_ids), so pass a unit's "
                 "group once, at the place of its first row"
             )
-        check_numbers("observe", name, of_rows, rows, len(self.attributes[name]), wait=False)
+        check_numbers("observe", name, of_rows, samples, len(self.attributes[name]), wait=False)
 
     def _clipped(
         self, optimizer: Any, norms: Tensor, groups: Mapping[str, Tensor]
@@ -210,9 +211,9 @@ class Observed:
         """Means by attribute, measure and group; starts anew."""
         found = {}
         for name, sums in self._sums.items():
-            rows, *others = sums.cpu()
-            means = [(of / rows).tolist() for of in others]  # 0 / 0 is NaN: nobody was drawn
-            found[name] = dict(zip(MEASURES, [rows.tolist(), *means], strict=True))
+            samples, *others = sums.cpu()
+            means = [(of / samples).tolist() for of in others]  # 0 / 0 is NaN: nobody was drawn
+            found[name] = dict(zip(MEASURES, [samples.tolist(), *means], strict=True))
         self._sums = {}
         return found
 
@@ -232,17 +233,17 @@ class Observed:
 
 
 def _placeholder(optimizer: Any) -> bool:
-    """The last pass was over a row that stands for an empty draw (rand_on_empty)."""
+    """The last pass was over a sample that stands for an empty draw (rand_on_empty)."""
     draws = optimizer.grad_state.batch.draws
     return draws is not None and draws.last is not None and not draws.last.draw.size
 
 
 # -------------------------------------------------------------------------------------------------
-# Measures of one evaluation, by group: fairlearn's MetricFrame over rows' losses and predictions.
+# Measures of one evaluation, by group: fairlearn's MetricFrame over samples' losses and predictions.
 #
-# Rows of one group, label and prediction are counted first and measured as one with that weight:
-# the measures see nothing else of a row but its loss, whose sum is kept, and MetricFrame takes
-# milliseconds a thousand rows.
+# Samples of one group, label and prediction are counted first and measured as one with that weight:
+# the measures see nothing else of a sample but its loss, whose sum is kept, and MetricFrame takes
+# milliseconds a thousand samples.
 
 
 Metric = Callable[..., float]
@@ -261,7 +262,7 @@ def _loss_mean(labels: Any, predictions: Any, losses: Any, weights: Any) -> floa
 
 
 def _rate(rate: Metric, among: int | None) -> Metric:
-    """fairlearn's rate of class 1; NaN, not 0, where no row has the label that it is a share of."""
+    """fairlearn's rate of class 1; NaN, not 0, where no sample has the label that it is a share of."""
 
     def found(labels: Any, predictions: Any, sample_weight: Any) -> float:
         if among is not None and among not in np.asarray(labels):
@@ -294,20 +295,20 @@ def evaluation(
     groups: Mapping[str, np.ndarray], attributes: Mapping[str, Sequence[str]],
     classes: Sequence[str],
 ) -> pd.DataFrame:  # fmt: skip
-    """All measures, a row each: columns attribute, group, measure, value.
+    """All measures, a sample each: columns attribute, group, measure, value.
 
     Args:
-        losses: of rows, [n], float.
+        losses: of samples, [n], float.
         predictions: class numbers, [n].
         labels: class numbers, [n].
-        groups: of each attribute, the group of every row, [n].
+        groups: of each attribute, the group of every sample, [n].
         attributes: names of the groups, by their number.
         classes: names of the classes.
 
     Returns:
         Measures of everybody (attribute "all"), of each group and of each class; those of a group
-        without rows are NaN, its number of rows 0. Of everybody also `macro_accuracy`, the mean of
-        the classes' accuracies, and `worst_class_accuracy`, over classes that have rows.
+        without samples are NaN, its number of samples 0. Of everybody also `macro_accuracy`, the mean of
+        the classes' accuracies, and `worst_class_accuracy`, over classes that have samples.
     """
     every = {ALL: (ALL,), **attributes, CLASS: tuple(classes)}
     members = {ALL: np.zeros(len(labels), np.int64), **groups, CLASS: labels}
@@ -351,8 +352,8 @@ def _by_group(
                 "loss_mean": {"losses": sums, "weights": weights},
             },
         )  # fmt: skip
-        for number, row in frame.by_group.iterrows():
-            values[int(number)] = {name: float(row[name]) for name in functions}
+        for number, sample in frame.by_group.iterrows():
+            values[int(number)] = {name: float(sample[name]) for name in functions}
     return pd.DataFrame(
         [
             {"attribute": attribute, "group": names[number], "measure": measure, "value": value}
@@ -464,7 +465,7 @@ class FairnessRecorder:
         classes: names of the classes, by their number.
         protected: the attribute whose groups `engine.set_groups` gets, for strategies of groups.
 
-    Guarantee: that of `release` for what it writes; else none. Evaluations and norms look at rows
+    Guarantee: that of `release` for what it writes; else none. Evaluations and norms look at samples
     without noise; the column `private` is True for what follows from the private run alone (thresholds,
     noise, epsilon) and from noisy counts. What is observed changes nothing of the training.
     """
@@ -490,14 +491,18 @@ class FairnessRecorder:
 
         Args:
             step: real steps so far.
-            losses: of the rows, [n], each of its row alone.
+            losses: of the samples, [n], each of its sample alone.
             predictions: int64 [n].
             labels: int64 [n].
-            groups: of each attribute, the group of every row, int64 [n].
+            groups: of each attribute, the group of every sample, int64 [n].
             part: "test", "validation", "train" or a name of your own.
             epsilon: spent so far.
         """
-        if any(row["part"] == part and row["private"] for row in self._rows if part != TRAINING):
+        if any(
+            sample["part"] == part and sample["private"]
+            for sample in self._rows
+            if part != TRAINING
+        ):
             raise ArgumentError(
                 f"evaluate got part={part!r}, of which this table holds noisy counts that may be "
                 "published. Give it another name"
@@ -510,12 +515,12 @@ class FairnessRecorder:
         if not isinstance(losses, Tensor) or not losses.is_floating_point():
             got = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
             raise ArgumentTypeError(f"evaluate expects losses as a tensor of floats, got {got}")
-        rows, given = losses.numel(), chosen("evaluate", groups, self.attributes)
-        check_rows("evaluate", "losses", losses, rows)
-        classes = _numbers("labels", labels, rows, len(self.classes))
-        found = _numbers("predictions", predictions, rows, len(self.classes))
+        samples, given = losses.numel(), chosen("evaluate", groups, self.attributes)
+        check_rows("evaluate", "losses", losses, samples)
+        classes = _numbers("labels", labels, samples, len(self.classes))
+        found = _numbers("predictions", predictions, samples, len(self.classes))
         members = {
-            name: _numbers(name, of_rows, rows, len(self.attributes[name]))
+            name: _numbers(name, of_rows, samples, len(self.attributes[name]))
             for name, of_rows in given.items()
         }
         if CLASS in members and (members[CLASS] != classes).any():
@@ -524,8 +529,8 @@ class FairnessRecorder:
             losses=_array(losses.double()), predictions=found, labels=classes, groups=members,
             attributes=self.attributes, classes=self.classes,
         )  # fmt: skip
-        for row in table.to_dict("records"):
-            self._note(step, part, epsilon=epsilon, **row)
+        for sample in table.to_dict("records"):
+            self._note(step, part, epsilon=epsilon, **sample)
 
     def release(
         self, step: int, engine: Any, *, data: Any, noise_multiplier: float, predictions: Tensor,
@@ -546,7 +551,7 @@ class FairnessRecorder:
             part: a name that no evaluation without noise has. The rest: as of `evaluate`.
 
         Returns:
-            The answer. The table gets rows, accuracy and its 95 % interval by group (`accuracy_low`,
+            The answer. The table gets samples, accuracy and its 95 % interval by group (`accuracy_low`,
             `accuracy_high`), and with two classes the rates of class 1.
 
         Raises:
@@ -558,17 +563,17 @@ class FairnessRecorder:
                 "release needs groups. Give FairnessRecorder at least one attribute"
             )
         if part == TRAINING or any(
-            row["part"] == part and not row["private"] for row in self._rows
+            sample["part"] == part and not sample["private"] for sample in self._rows
         ):
             raise ArgumentError(
                 f"release got part={part!r}, of which this table holds figures without noise. Give it "
                 "another name"
             )
-        rows, given = len(labels), chosen("release", groups, self.attributes)
-        classes = _numbers("labels", labels, rows, len(self.classes))
-        found = _numbers("predictions", predictions, rows, len(self.classes))
+        samples, given = len(labels), chosen("release", groups, self.attributes)
+        classes = _numbers("labels", labels, samples, len(self.classes))
+        found = _numbers("predictions", predictions, samples, len(self.classes))
         members = {
-            name: _numbers(name, of_rows, rows, len(self.attributes[name]))
+            name: _numbers(name, of_rows, samples, len(self.attributes[name]))
             for name, of_rows in given.items()
         }
         query = query_of(
@@ -588,9 +593,9 @@ class FairnessRecorder:
         self._observed.add(optimizer, groups)
 
     def close_period(self, step: int) -> None:
-        """Write what was observed since the last call: rows, mean norms, share clipped, by group.
+        """Write what was observed since the last call: samples, mean norms, share clipped, by group.
 
-        A row whose gradient is not finite contributes nothing: it counts as clipped, with norms of 0.
+        A sample whose gradient is not finite contributes nothing: it counts as clipped, with norms of 0.
         """
         for attribute, measures in self._observed.read().items():
             for measure, values in measures.items():
@@ -636,7 +641,7 @@ class FairnessRecorder:
             self._note(step, TRAINING, ALL, ALL, measure, value, private=private)
 
     def frame(self) -> pd.DataFrame:
-        """All that was written, one value a row: `COLUMNS`."""
+        """All that was written, one value a sample: `COLUMNS`."""
         return pd.DataFrame(self._rows, columns=list(COLUMNS))
 
     def to_tensorboard(self, writer: Any) -> None:
@@ -644,19 +649,19 @@ class FairnessRecorder:
 
         Tags are (not )private/part/attribute/group/measure.
         """
-        for row in self._rows:
-            words = (row["part"], row["attribute"], row["group"], row["measure"])
-            tag = "/".join(("private" if row["private"] else "not private", *words))
-            writer.add_scalar(tag, row["value"], row["step"])
+        for sample in self._rows:
+            words = (sample["part"], sample["attribute"], sample["group"], sample["measure"])
+            tag = "/".join(("private" if sample["private"] else "not private", *words))
+            writer.add_scalar(tag, sample["value"], sample["step"])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in types that torch.load(weights_only=True) reads. NOT private."""
-        return {"rows": [dict(row) for row in self._rows], "observed": self._observed.state()}
+        return {"rows": [dict(sample) for sample in self._rows], "observed": self._observed.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`."""
         self._observed.load(state["observed"])
-        self._rows = [dict(row) for row in state["rows"]]
+        self._rows = [dict(sample) for sample in state["rows"]]
 
     def _note(
         self, step: int, part: str, attribute: str, group: str, measure: str, value: float,
@@ -667,8 +672,8 @@ class FairnessRecorder:
         self._rows.append(dict(zip(COLUMNS, told, strict=True)))
 
 
-def _numbers(name: str, values: Any, rows: int, count: int) -> np.ndarray:
-    check_numbers("evaluate", name, values, rows, count, wait=True)
+def _numbers(name: str, values: Any, samples: int, count: int) -> np.ndarray:
+    check_numbers("evaluate", name, values, samples, count, wait=True)
     return _array(values.to(torch.int64))
 
 

@@ -29,7 +29,7 @@ from fastclip.data.units import unit_numbers
 from fastclip.engine.explanation import Setup, explain
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerError, say
-from fastclip.integrations.trainer_loss import Checked, RowLossTrainer, by_name
+from fastclip.integrations.trainer_loss import Checked, SampleLossTrainer, by_name
 from fastclip.integrations.trainer_run import (
     ACCOUNTANT_NAME,
     AccountedCheckpoints,
@@ -53,19 +53,19 @@ class PrivacyArguments:
     """The arguments of `make_private`, beside a Trainer's TrainingArguments.
 
     Attributes:
-        per_sample_max_grad_norm: C, the (first) threshold of every row's own gradient. Not the
+        per_sample_max_grad_norm: C, the (first) threshold of every sample's own gradient. Not the
             TrainingArguments' max_grad_norm, which would clip the noisy mean.
-        target_delta: delta of the epsilon that is logged, and of the budget; below 1 / rows.
+        target_delta: delta of the epsilon that is logged, and of the budget; below 1 / samples.
         noise_multiplier: sigma, if the noise is given.
         target_epsilon: the budget of the whole run, if the noise is to be found; give either.
         clipping: a strategy of fastclip.clipping (a Clipping), or "flat", "per_layer", "adaptive".
         accountant: "prv", "pld", "rdp" or "gdp".
         secure_mode: noise and sampling from ChaCha20 (docs/secure_mode.md).
-        poisson_sampling: draw every row independently. Else a pass is accounted as one step of q = 1.
+        poisson_sampling: draw every sample independently. Else a pass is accounted as one step of q = 1.
         sample_rate, expected_batch_size, max_batch_size, unit_ids, max_samples_per_unit,
             unit_reduction: as of `make_private`: public q and B, patients as units. unit_ids may be a
             column's name.
-        group_column: the column that holds each row's group, for strategies of groups.
+        group_column: the column that holds each sample's group, for strategies of groups.
     """
 
     per_sample_max_grad_norm: float
@@ -87,7 +87,7 @@ class PrivacyArguments:
     """The old name of max_samples_per_unit."""
 
     def sampling(self, dataset: Any) -> dict[str, Any]:
-        """How rows are drawn, for `make_private`; units by number, for a Trainer drops columns."""
+        """How samples are drawn, for `make_private`; units by number, for a Trainer drops columns."""
         own = [name for name in SAMPLING if hasattr(self, name)]
         found = {name: getattr(self, name) for name in own}
         if self.unit_ids is not None:
@@ -361,8 +361,8 @@ def check_adapters(model: nn.Module) -> None:
 __all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
 
 
-class PrivateTrainer(RowLossTrainer):
-    """A transformers.Trainer whose training is differentially private, row by row.
+class PrivateTrainer(SampleLossTrainer):
+    """A transformers.Trainer whose training is differentially private, sample by sample.
 
     Examples:
         >>> trainer = PrivateTrainer(
@@ -373,8 +373,8 @@ class PrivateTrainer(RowLossTrainer):
         ...                              target_delta=1e-5))
         >>> trainer.train()
 
-    The expected logical batch is per_device_train_batch_size * gradient_accumulation_steps rows, drawn
-    by Poisson sampling; physical batches hold at most per_device_train_batch_size of them.
+    The expected logical batch is per_device_train_batch_size * gradient_accumulation_steps samples,
+    drawn by Poisson sampling; physical batches hold at most per_device_train_batch_size of them.
     `trainer.args` is a copy in which the logical batch is the batch and nothing is accumulated.
 
     Args:
@@ -385,14 +385,14 @@ class PrivateTrainer(RowLossTrainer):
         engine: to share an accountant; a new one if None.
         given: model, args and all else as of transformers.Trainer, or of the trainer that stands behind
             this one (`class P(PrivateTrainer, T)`), which gets them by keyword; compute_loss_func may
-            return one loss a row, [b].
+            return one loss a sample, [b].
 
     Raises:
         fastclip.errors.*: for arguments, losses and adapters that are not supported.
 
     Formal guarantee: `engine.get_epsilon` composes every step taken, those before a checkpoint that
-    was resumed included. The unit is one row of `train_dataset`; neighbors differ in one that was
-    added or removed, and rows are drawn by Poisson sampling (see `FastPrivacyEngine.get_epsilon`).
+    was resumed included. The unit is one sample of `train_dataset`; neighbors differ in one that was
+    added or removed, and samples are drawn by Poisson sampling (see `FastPrivacyEngine.get_epsilon`).
     """
 
     def __init__(
@@ -449,11 +449,11 @@ class PrivateTrainer(RowLossTrainer):
         check_training_arguments(args, self.privacy)
 
     def rows_of(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
-        """The data collator whose batches hold one row for each row of the data set."""
+        """The data collator whose batches hold one entry per sample of the data set."""
         return collate
 
     def with_references(self, batch: Any) -> Any:
-        """A physical batch with what another model says of its rows, one by one."""
+        """A physical batch with what another model says of its samples, one by one."""
         return batch
 
     def train(
@@ -569,7 +569,7 @@ class PrivateTrainer(RowLossTrainer):
         """Forward and backward passes of one logical batch; the loop's optimizer step releases it.
 
         Returns:
-            The mean of its rows' losses (not private); 0 for an empty batch.
+            The mean of its samples' losses (not private); 0 for an empty batch.
         """
         check_still_private(self)
         self._check_drawn(isinstance(inputs, LogicalBatchData))
@@ -577,17 +577,17 @@ class PrivateTrainer(RowLossTrainer):
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)
         parts = self._parts(batches, batches.sizes, self._placeholder)
-        for number, (batch, rows) in enumerate(parts, start=1):
+        for number, (batch, samples) in enumerate(parts, start=1):
             more = number < len(parts)
             optimizer.signal_skip_step(more)
             if number > len(batches):
                 optimizer.grad_state.batch.fill()
-            if rows:
+            if samples:
                 batch = self.with_references(batch)
-                optimizer.grad_state.trace.handed(batches, batch, {rows})
-            loss = super().training_step(model, batch)  # no num_items_in_batch: it couples rows
-            if rows:
-                total += loss * rows
+                optimizer.grad_state.trace.handed(batches, batch, {samples})
+            loss = super().training_step(model, batch)  # no num_items_in_batch: it couples samples
+            if samples:
+                total += loss * samples
             if more:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -596,11 +596,12 @@ class PrivateTrainer(RowLossTrainer):
     # What the Trainer does with a batch, for all physical batches of a logical one
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """0: they would count the tokens of the rows drawn, in the state that checkpoints hold."""
+        """0: they would count the tokens of the samples drawn, in the state that checkpoints hold."""
         return 0
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """Rows expected in a pass, of which speeds are told; the data set's may be nobody's to know."""
+        """Samples expected in a pass, of which speeds are told; the data set's may be nobody's
+        to know."""
         if dataloader is not self.private_loader:
             return super().num_examples(dataloader)
         design = self.engine.sampling

@@ -392,7 +392,7 @@ class DPLightningDataModule(LightningDataModule):
         self.private_loaders: list[DataLoader] = []
 
     def train_dataloader(self) -> DataLoader | CombinedLoader:
-        """The training loader, drawing every row independently: of those and as often as its sampler.
+        """The training loader, drawing every sample independently: of those and as often as its sampler.
 
         Where several parts of the module are private, a batch is a list: one of each part's own, in the
         order of the calls of `make_private`.
@@ -420,7 +420,7 @@ class DPLightningDataModule(LightningDataModule):
                 "data set; join several in one loader (torch.utils.data.ConcatDataset, or StackDataset "
                 "for rows that belong together)"
             )
-        # of the first: one that is seeded alike for every fit would draw the same rows again
+        # of the first: one that is seeded alike for every fit would draw the same samples again
         loader.generator = self.generator = self.generator or loader.generator
         return loader
 

@@ -1,4 +1,4 @@
-"""A transformers.Trainer whose training loss is the mean of its rows' own losses."""
+"""A transformers.Trainer whose training loss is the mean of its samples' own losses."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ TOLERANCE = 1e-4
 
 
 def rows_of(inputs: dict[str, Any]) -> int:
-    """Rows of a batch: the first dimension of its labels, or of the first tensor."""
+    """Samples of a batch: the first dimension of its labels, or of the first tensor."""
     tensors = [v for v in inputs.values() if isinstance(v, Tensor) and v.dim()]
     labels = inputs.get("labels")
     return len(labels) if isinstance(labels, Tensor) and labels.dim() else len(tensors[0])
 
 
-def take(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """These rows of a batch."""
+def take(inputs: dict[str, Any], samples: list[int]) -> dict[str, Any]:
+    """These samples of a batch."""
     size = rows_of(inputs)
 
     def few(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: few(v) for name, v in value.items()}
         return (
-            value[rows]
+            value[samples]
             if isinstance(value, Tensor) and value.dim() and len(value) == size
             else value
         )
@@ -53,10 +53,10 @@ def take(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def telling(inputs: dict[str, Any], most: int) -> dict[str, Any]:
-    """Rows of a batch in which a coupled loss gives itself away: whose labels differ.
+    """Samples of a batch in which a coupled loss gives itself away: whose labels differ.
 
-    Of token labels the last row keeps a single one, so that a mean over the tokens differs from that
-    over the rows.
+    Of token labels the last sample keeps a single one, so that a mean over the tokens differs from that
+    over the samples.
     """
     labels, size = inputs.get("labels"), rows_of(inputs)
     if not isinstance(labels, Tensor) or not labels.dim():
@@ -66,10 +66,12 @@ def telling(inputs: dict[str, Any], most: int) -> dict[str, Any]:
     order = list(range(size))
     if tokens:  # the longest first
         order = (labels != IGNORED).sum(1).argsort(descending=True, stable=True).tolist()
-    for row in order:
-        different.setdefault(str(labels[row].tolist()), row)
+    for sample in order:
+        different.setdefault(str(labels[sample].tolist()), sample)
     chosen = list(different.values())[:most]
-    chosen += [row for row in order if row not in chosen][: max(0, min(most, size) - len(chosen))]
+    chosen += [sample for sample in order if sample not in chosen][
+        : max(0, min(most, size) - len(chosen))
+    ]
     few = take(inputs, chosen)
     if tokens:
         kept = few["labels"].clone()
@@ -82,7 +84,7 @@ def telling(inputs: dict[str, Any], most: int) -> dict[str, Any]:
 class Checked:
     """Which labels have been compared with each other, so which batch must be looked at.
 
-    Class weights and ignored rows show only where a batch holds labels that they treat differently.
+    Class weights and ignored samples show only where a batch holds labels that they treat differently.
     """
 
     def __init__(self) -> None:
@@ -90,14 +92,14 @@ class Checked:
         self._together: list[frozenset] = []
 
     def due(self, inputs: dict[str, Any]) -> bool:
-        """A batch of several rows that may show what those before could not."""
+        """A batch of several samples that may show what those before could not."""
         if rows_of(inputs) < 2 or self._enough:
             return False
         values = _classes(inputs)
         return values is None or not any(values <= known for known in self._together)
 
     def done(self, inputs: dict[str, Any]) -> None:
-        """These rows were compared."""
+        """These samples were compared."""
         values, labels = _classes(inputs), inputs.get("labels")
         if values is None:
             if not isinstance(labels, Tensor) or not labels.dim():
@@ -127,13 +129,13 @@ def _classes(inputs: dict[str, Any]) -> frozenset | None:
 def check_function(
     function: Callable[[Any, Any], Tensor], outputs: Any, inputs: dict[str, Any]
 ) -> None:
-    """Refuse a compute_loss_func that is not the mean of its rows' own losses.
+    """Refuse a compute_loss_func that is not the mean of its samples' own losses.
 
     It is called with numbers drawn at random in the place of the model's outputs: a model that has
     learnt nothing yet gives every token the same loss, and hides a mean over tokens.
 
     Args:
-        function: (outputs, labels) -> loss, one a row or their mean.
+        function: (outputs, labels) -> loss, one a sample or their mean.
         inputs: the labels' batch.
 
     Raises:
@@ -156,12 +158,12 @@ def check_function(
             leaves[i] = drawn.to(values[i].device) if synthetic else values[i].float()
 
         def gradients(
-            rows: list[int], labels: Any, leaves: list[Any] = leaves
+            samples: list[int], labels: Any, leaves: list[Any] = leaves
         ) -> list[Tensor | None]:
             own = list(leaves)
             for i in places:
                 of_rows = len(own[i]) == size
-                own[i] = (own[i][rows] if of_rows else own[i].clone()).requires_grad_()
+                own[i] = (own[i][samples] if of_rows else own[i].clone()).requires_grad_()
             with torch.enable_grad():
                 loss = function(tree_unflatten(own, shape), labels).mean()
                 if not loss.requires_grad:
@@ -171,8 +173,8 @@ def check_function(
         try:
             together = gradients(chosen, labels)
             alone = [
-                gradients([row], take({"rows": order, "labels": labels}, [number])["labels"])
-                for number, row in enumerate(chosen)
+                gradients([sample], take({"rows": order, "labels": labels}, [number])["labels"])
+                for number, sample in enumerate(chosen)
             ]
         except Exception:
             if synthetic:
@@ -200,11 +202,11 @@ def _differentiable(value: Any) -> bool:
 
 
 def _compare(together: Tensor, alone: list[Tensor | None], tolerance: float) -> None:
-    """Row by row: the gradient in the batch, times its rows, is that of the row alone."""
-    for row, own in enumerate(alone):
-        if own is None or own.shape != together[row].shape or not own.isfinite().all():
+    """Sample by sample: the gradient in the batch, times its samples, is that of the sample alone."""
+    for sample, own in enumerate(alone):
+        if own is None or own.shape != together[sample].shape or not own.isfinite().all():
             continue
-        found = together[row] * len(alone)
+        found = together[sample] * len(alone)
         if not (found - own).norm() <= tolerance * max(
             float(own.norm()), float(found.norm()), 1e-12
         ):
@@ -224,7 +226,7 @@ _OF_TRL = ("PrivateDPOTrainer", "PrivateSFTTrainer")
 """What fastclip.integrations.trl has."""
 
 
-class RowLossTrainer(RanksTrainer):
+class SampleLossTrainer(RanksTrainer):
     """Trains on the model's own loss per sample (model_loss of make_private), or on compute_loss_func,
     and checks that this keeps samples apart.
 
@@ -241,7 +243,7 @@ class RowLossTrainer(RanksTrainer):
     """Classes behind this one in whose place its own `_training_loss` gives samples' losses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if type(self).compute_loss is not RowLossTrainer.compute_loss:
+        if type(self).compute_loss is not SampleLossTrainer.compute_loss:
             raise ArgumentError(
                 f"{type(self).__name__} overrides compute_loss, so that nothing would check that its "
                 f"loss keeps rows apart; {WAY_OUT}"
@@ -299,19 +301,19 @@ class RowLossTrainer(RanksTrainer):
         inputs.pop("labels", None)
         outputs = model(**inputs)
         given = {**inputs, "labels": labels}
-        rows = rows_of(given)
-        losses = self._own_losses(outputs, labels, rows)
+        samples = rows_of(given)
+        losses = self._own_losses(outputs, labels, samples)
         if self._private and model.training and self._checked.due(given):
             check_function(lambda o, y: self._own_losses(o, y, None), outputs, given)
             self._checked.done(given)
         return losses.mean(), outputs
 
-    def _own_losses(self, outputs: Any, labels: Any, rows: int | None) -> Tensor:
+    def _own_losses(self, outputs: Any, labels: Any, samples: int | None) -> Tensor:
         losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)  # type: ignore[misc]
-        # a mean over all positions, padded ones included, would divide by the longest row
-        if losses.dim() and rows is not None and losses.shape != (rows,):
+        # a mean over all positions, padded ones included, would divide by the longest sample
+        if losses.dim() and samples is not None and losses.shape != (samples,):
             raise ArgumentError(
-                f"compute_loss_func expects to return one loss a row, [{rows}], or their mean, got "
+                f"compute_loss_func expects to return one loss a row, [{samples}], or their mean, got "
                 f"{list(losses.shape)}; average inside each row first"
             )
         return losses
@@ -346,5 +348,5 @@ def by_name(kind: type, given: Sequence[Any]) -> dict[str, Any]:
 
 
 def _behind(kind: type) -> tuple[type, ...]:
-    """The classes that RowLossTrainer's own super() finds."""
-    return kind.__mro__[kind.__mro__.index(RowLossTrainer) + 1 :]
+    """The classes that SampleLossTrainer's own super() finds."""
+    return kind.__mro__[kind.__mro__.index(SampleLossTrainer) + 1 :]

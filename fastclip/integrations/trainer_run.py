@@ -48,12 +48,12 @@ class RanksTrainer(Trainer):
     """
 
     sampling_generator: torch.Generator
-    """Of the loader; draws of rows are seeded from it."""
+    """Of the loader; draws of samples are seeded from it."""
     private_loader: DataLoader | None = None
     """Within train()."""
     _drawing: PoissonSampler | None = None
     _share: DistributedSampler | None = None
-    """What deals rows out to processes, without Poisson sampling."""
+    """What deals samples out to processes, without Poisson sampling."""
 
     @property
     def ranks(self) -> Ranks | None:
@@ -118,10 +118,10 @@ class RanksTrainer(Trainer):
             )
 
     def _shares(self, dataset: Dataset, shuffle: bool) -> dict[str, Any]:
-        """Arguments of a loader whose rows are drawn by all processes together.
+        """Arguments of a loader whose samples are drawn by all processes together.
 
         Args:
-            shuffle: rows come in a random order, and each process needs a share of its own; else they
+            shuffle: samples come in a random order, and each process needs a share of its own; else they
                 are drawn by Poisson sampling, which gives shares of any loader.
         """
         count = self.args.world_size
@@ -151,10 +151,10 @@ class RanksTrainer(Trainer):
     # A step
 
     def _parts(self, batches: list[Any], sizes: list[int], spare: Any) -> list[tuple[Any, int]]:
-        """The physical batches of a draw, and their rows; equally many in all processes if need be.
+        """The physical batches of a draw, and their samples; equally many in all processes if need be.
 
         Args:
-            spare: () -> a batch of one row, which stands for none.
+            spare: () -> a batch of one sample, which stands for none.
         """
         parts = list(zip(batches, sizes, strict=True))
         if self.ranks is not None and self.ranks.shards is not None:
@@ -263,32 +263,33 @@ def _models_prepared(accelerator: Any) -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------
 # A logical batch as the data loader hands it over: physical batches, collated one by one.
 #
-# Each physical batch is padded to its own longest row. That length depends on the other rows of the
-# batch, but a row's loss must not: padded positions are left out of attention by the attention
-# mask, and of the loss by their label -100.
+# Each physical batch is padded to its own longest sample. That length depends on the other samples
+# of the batch, but a sample's loss must not: padded positions are left out of attention by the
+# attention mask, and of the loss by their label -100.
 
 
 _OF_ROWS = (
     "labels", "label", "label_ids", "input_ids", "attention_mask", "token_type_ids", "inputs_embeds",
     "decoder_input_ids", "pixel_values", "input_values", "input_features",
 )  # fmt: skip
-"""Inputs of transformers' models whose first dimension is the rows."""
+"""Inputs of transformers' models whose first dimension is the samples."""
 
 
 class LogicalBatchData(list):
-    """The physical batches of one logical batch, in order. Attributes: sizes, their rows."""
+    """The physical batches of one logical batch, in order. Attributes: sizes, their samples."""
 
     def __init__(self, batches: list[Any], sizes: list[int]) -> None:
         super().__init__(batches)
         self.sizes = sizes
 
 
-class NumberedRows:
-    """A data set whose rows come with the number of their unit, for SplitCollate to cut between units.
+class NumberedSamples:
+    """A data set whose samples come with the number of their unit, for SplitCollate to cut
+    between units.
 
     Args:
         dataset: any with __getitem__.
-        unit: int64 [rows], the unit of each row (`Plan.unit`).
+        unit: int64 [samples], the unit of each sample (`Plan.unit`).
     """
 
     def __init__(self, dataset: Any, unit: Tensor) -> None:
@@ -297,64 +298,65 @@ class NumberedRows:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, row: int) -> tuple[int, Any]:
-        return int(self.unit[row]), self.dataset[row]
+    def __getitem__(self, sample: int) -> tuple[int, Any]:
+        return int(self.unit[sample]), self.dataset[sample]
 
-    def __getitems__(self, rows: list[int]) -> list[tuple[int, Any]]:
+    def __getitems__(self, samples: list[int]) -> list[tuple[int, Any]]:
         """Many at once, where the data set can."""
         read = getattr(self.dataset, "__getitems__", None)
-        found = read(rows) if read else [self.dataset[row] for row in rows]
-        return [(int(self.unit[i]), row) for i, row in zip(rows, found, strict=True)]
+        found = read(samples) if read else [self.dataset[sample] for sample in samples]
+        return [(int(self.unit[i]), sample) for i, sample in zip(samples, found, strict=True)]
 
 
-def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, rows: int | None) -> Any:
-    """The data set of a private loader, whose rows come with the numbers of their units, if it has any.
+def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, samples: int | None) -> Any:
+    """The data set of a private loader, whose samples come with the numbers of their units, if
+    it has any.
 
     Args:
-        unit: of each row, int64.
+        unit: of each sample, int64.
         draws: of the loader.
-        rows: most rows of a physical batch.
+        samples: most samples of a physical batch.
 
     Raises:
-        BatchSizeError: a unit may bring more rows; said before training, not when it is drawn.
+        BatchSizeError: a unit may bring more samples; said before training, not when it is drawn.
     """
     if unit is None:
         return loader.dataset
     sampler: Any = loader.batch_sampler  # a UnitSampler, for there are units
     largest = sampler.largest
-    if rows is not None and largest > rows:
-        raise BatchSizeError(too_large(largest, rows))
-    numbered = NumberedRows(loader.dataset, unit)
+    if samples is not None and largest > samples:
+        raise BatchSizeError(too_large(largest, samples))
+    numbered = NumberedSamples(loader.dataset, unit)
     object.__setattr__(loader, "dataset", numbered)
-    draws.physical_rows = rows
+    draws.physical_samples = samples
     return numbered
 
 
 class SplitCollate:
-    """Collates a logical batch into physical ones of at most `rows` rows each.
+    """Collates a logical batch into physical ones of at most `samples` samples each.
 
     They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be; where units are drawn
-    (the data set is NumberedRows), between units (`SampledBatches.physical_rows` must say so, too). An
-    empty logical batch (Poisson sampling draws one at times) becomes one physical batch of a
-    placeholder row: the engine knows that the draw was empty, so it contributes exactly nothing, and
-    the model need not bear an input without rows.
+    (the data set is NumberedSamples), between units (`SampledBatches.physical_samples` must say so,
+    too). An empty logical batch (Poisson sampling draws one at times) becomes one physical batch of
+    a placeholder sample: the engine knows that the draw was empty, so it contributes exactly nothing,
+    and the model need not bear an input without samples.
 
     Args:
         collate: the user's data collator.
-        dataset: gives the placeholder row its shape.
-        rows: most rows of a physical batch; None never splits.
+        dataset: gives the placeholder sample its shape.
+        samples: most samples of a physical batch; None never splits.
     """
 
-    def __init__(self, collate: Callable[[list], Any], dataset: Any, rows: int | None) -> None:
-        self.collate, self.dataset, self.rows = collate, dataset, rows
+    def __init__(self, collate: Callable[[list], Any], dataset: Any, samples: int | None) -> None:
+        self.collate, self.dataset, self.rows = collate, dataset, samples
 
     def __call__(self, drawn: list[Any]) -> LogicalBatchData:
         if not drawn:
             return LogicalBatchData([self.placeholder()], [0])
         cuts: Sequence[Sequence[int]]
-        if isinstance(self.dataset, NumberedRows):
-            sizes = [len(list(rows)) for _, rows in groupby(drawn, key=itemgetter(0))]
-            cuts, drawn = cut_between_units(sizes, self.rows), [row for _, row in drawn]
+        if isinstance(self.dataset, NumberedSamples):
+            sizes = [len(list(samples)) for _, samples in groupby(drawn, key=itemgetter(0))]
+            cuts, drawn = cut_between_units(sizes, self.rows), [sample for _, sample in drawn]
         else:
             parts = -(-len(drawn) // (self.rows or len(drawn)))
             cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
@@ -363,7 +365,7 @@ class SplitCollate:
 
     def _collated(self, drawn: list[Any]) -> Any:
         batch = self.collate(drawn)
-        for found in _row_counts(batch):
+        for found in _sample_counts(batch):
             if found != len(drawn):
                 raise ArgumentError(
                     f"the collator returned {found} rows for {len(drawn)} rows of the data set, but one "
@@ -374,13 +376,13 @@ class SplitCollate:
         return batch
 
     def placeholder(self) -> Any:
-        """A batch of one row, which stands for none."""
-        row = self.dataset[0]
-        return self._collated([row[1] if isinstance(self.dataset, NumberedRows) else row])
+        """A batch of one sample, which stands for none."""
+        sample = self.dataset[0]
+        return self._collated([sample[1] if isinstance(self.dataset, NumberedSamples) else sample])
 
 
-def _row_counts(batch: Any) -> list[int]:
-    """How many rows a collated batch says that it has."""
+def _sample_counts(batch: Any) -> list[int]:
+    """How many samples a collated batch says that it has."""
     if not isinstance(batch, Mapping):
         return [
             len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
@@ -418,7 +420,7 @@ class Budget:
         Args:
             accountant: what was spent.
             optimizer: as it is about to go on: its noise and stage.
-            design: how rows are drawn.
+            design: how samples are drawn.
             steps: real steps to come.
             way_out: of the message.
 
@@ -468,7 +470,7 @@ class Resumed:
     def draws_on(self, recorded: int, rate: float, processes: int) -> bool:
         """The draws of that run go on where the checkpoint left them.
 
-        Rows are drawn as in that run, and no step is known that came after the checkpoint.
+        Samples are drawn as in that run, and no step is known that came after the checkpoint.
 
         Args:
             recorded: steps in this run's ledger, in which those of the checkpoint are.

@@ -1,7 +1,7 @@
 """TRL's trainers with differential privacy: docs/llm.md.
 
 TRL's fused head multiplies `lm_head.weight` in an autograd function of its own, which no per-sample
-rule can see into, and its losses are means over tokens, or over rows of which a pair has two. Here
+rule can see into, and its losses are means over tokens, or over samples of which a pair has two. Here
 the model's ordinary head runs, and a loss is one number a sample; a sample of DPO is a pair.
 
 Index letters: b sample, t token, v entry of the vocabulary.
@@ -33,11 +33,12 @@ _COUPLED = {
 }
 """Losses of DPOConfig that join pairs, and how."""
 _PAIRED = ("input_ids", "attention_mask", "completion_mask", "token_type_ids")
-"""Of a batch of pairs: the chosen rows, then the rejected ones, [2b, t]."""
+"""Of a batch of pairs: the chosen samples, then the rejected ones, [2b, t]."""
 
 
 class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
-    """TRL's SFTTrainer, whose training is differentially private: one row of the data set is a sample.
+    """TRL's SFTTrainer, whose training is differentially private: one sample of the data set is
+    a sample.
 
     It trains on the mean over samples of each sample's mean over its own tokens (`loss_type` "nll" or
     "dft"), not on the mean over all tokens of the batch. Evaluation is TRL's own.
@@ -47,7 +48,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
 
     Raises:
         ArgumentError: for packing, padding_free, and the balancing loss of a mixture of experts, which
-            join rows; as PrivateTrainer.
+            join samples; as PrivateTrainer.
 
     Formal guarantee: as of PrivateTrainer.
     """
@@ -79,9 +80,10 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
 class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
     """TRL's DPOTrainer, whose training is differentially private: a pair is one sample.
 
-    The gradient of a pair's loss, through its chosen and its rejected row, is clipped as one. The model
-    runs on both in one pass, [b, 2, t]. Losses are TRL's, computed in each process on its own pairs.
-    The reference is TRL's: another model, or the same without its adapter, or precomputed.
+    The gradient of a pair's loss, through its chosen and its rejected sample, is clipped as one.
+    The model runs on both in one pass, [b, 2, t]. Losses are TRL's, computed in each process on its
+    own pairs. The reference is TRL's: another model, or the same without its adapter, or
+    precomputed.
 
     Args:
         given: as of DPOTrainer, and as of PrivateTrainer.
@@ -156,7 +158,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
 
 
 def _flat(pairs: dict[str, Any]) -> dict[str, Any]:
-    """Pairs as TRL lays them: the chosen rows, then the rejected ones."""
+    """Pairs as TRL lays them: the chosen samples, then the rejected ones."""
     return {
         name: value.transpose(0, 1).flatten(0, 1) if name in _PAIRED else value
         for name, value in pairs.items()
@@ -164,7 +166,8 @@ def _flat(pairs: dict[str, Any]) -> dict[str, Any]:
 
 
 class PairCollate:
-    """Collates pairs into tensors [b, 2, t], the chosen row first; `collate` returns them as [2b, t]."""
+    """Collates pairs into tensors [b, 2, t], the chosen sample first; `collate` returns them as
+    [2b, t]."""
 
     def __init__(self, collate: Callable[[list], Any]) -> None:
         self.collate = collate
@@ -270,10 +273,11 @@ def _pairs_run(model: Any) -> Iterator[None]:
         finally:
             running.pop()
 
-    def of_pairs(module: nn.Module, inputs: Any, rows: Tensor) -> Tensor | None:
-        """What `enable_input_require_grads` made a leaf has an entry for each pair, not for each row."""
-        if running and rows.requires_grad and rows.is_leaf:
-            return rows.detach().unflatten(0, running[-1]).requires_grad_().flatten(0, 1)
+    def of_pairs(module: nn.Module, inputs: Any, samples: Tensor) -> Tensor | None:
+        """What `enable_input_require_grads` made a leaf has an entry for each pair, not for each
+        sample."""
+        if running and samples.requires_grad and samples.is_leaf:
+            return samples.detach().unflatten(0, running[-1]).requires_grad_().flatten(0, 1)
         return None
 
     held["forward"] = MethodType(forward, model)
@@ -288,7 +292,7 @@ def _pairs_run(model: Any) -> Iterator[None]:
 
 
 def _check_padded(args: Any) -> None:
-    """Refuse batches that hold several rows in one sequence."""
+    """Refuse batches that hold several samples in one sequence."""
     for name in ("packing", "padding_free"):
         if getattr(args, name, False):
             raise ArgumentError(

@@ -88,7 +88,7 @@ from fastclip.ops.linear import (
     routes_apart,
     scaled_sum,
     scaled_sums,
-    sum_by_owner,
+    sum_by_sample,
     whole,
 )
 from fastclip.ops.norms import (
@@ -195,7 +195,7 @@ __all__ = [
     "scaled_sum",
     "scaled_sums",
     "shaped",
-    "sum_by_owner",
+    "sum_by_sample",
     "threshold_step",
     "tied_norm",
     "unit_roundoff",

@@ -17,7 +17,7 @@ from fastclip.core.system import is_plain, loop_threads, place, pointer
 from fastclip.errors import ArgumentError
 from fastclip.ops import dispatch
 from fastclip.ops.clip import TYPES, check_std, is_per_layer, mismatch, norm_dtype, numbers_of, room
-from fastclip.ops.noise import refuse_capture
+from fastclip.ops.noise import check_not_captured
 from fastclip.ops.random import fresh_key
 
 check_built("_C", "cuda", "nvcc")
@@ -313,7 +313,7 @@ def _draw(
         _C.noise_philox(seed=seed.data_ptr(), **scale)
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        refuse_capture(device)
+        check_not_captured(device)
     with fresh_key() as key:
         _C.noise_chacha20(key=key, **scale)
 

@@ -281,7 +281,7 @@ def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     a, g = widen(a)[order], widen(g)[order]
     terms, absolute = _terms(a, g, owner, most)
     total, absolute, count, norm_a, norm_g = (
-        sum_by_owner(x, owner, batch_size)
+        sum_by_sample(x, owner, batch_size)
         for x in (terms, absolute, torch.ones_like(terms), row_norm_sq(a), row_norm_sq(g))
     )
     total = total.clamp_min(0)
@@ -297,12 +297,12 @@ def routes_apart(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> bool:
 
 def routed_margin(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     """What rounding can hide of the norms of `routed_gradients_apart`, [b]; see `product_margin`."""
-    norm_a, norm_g = (sum_by_owner(row_norm_sq(x), owner, batch_size) for x in (a, g))
+    norm_a, norm_g = (sum_by_sample(row_norm_sq(x), owner, batch_size) for x in (a, g))
     size = (norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
 
 
-def sum_by_owner(x: Tensor, owner: Tensor, batch_size: int) -> Tensor:
+def sum_by_sample(x: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     """Rows [n, ...] added up for every sample: [b, ...]; those of owner -1 are left out."""
     total = x.new_zeros(batch_size + 1, *x.shape[1:])
     return total.index_add_(0, owner + 1, x)[1:]

@@ -23,7 +23,7 @@ from fastclip.core.compiler import disable_dynamo
 from fastclip.errors import StepError, say
 from fastclip.ops.clip import add_totals
 from fastclip.ops.dispatch import host_operation
-from fastclip.ops.random import KeyStream, OwnStream, claim, refuse_global_seed
+from fastclip.ops.random import KeyStream, OwnStream, check_not_globally_seeded, claim
 
 # -------------------------------------------------------------------------------------------------
 # Random bits to normal variables: Box and Muller (1958), safe at the edges, guarded if asked.
@@ -236,7 +236,7 @@ class SeededNoise(NoiseSource):
             StepError: in a fork of a process that drew from it, or if its seed is the global one's.
         """
         if self.generator is not None:
-            refuse_global_seed(self.generator)
+            check_not_globally_seeded(self.generator)
             return claim(self.generator, "noise")
         kind = torch.device(device).type
         if kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -280,7 +280,7 @@ class SecureNoise(NoiseSource):
             SecureModeError: without the cryptography package.
             ArgumentError, ArgumentTypeError: for a std or a type that no noise has.
         """
-        refuse_capture(out.device)
+        check_not_captured(out.device)
         ops.check_floating(out)
         ops.check_std(std)
         if out.device.type == "cuda":
@@ -304,7 +304,7 @@ SEEDED, SECURE, TORCHS = SeededNoise.normal_, SecureNoise.normal_, Tensor.normal
 which are imported with the first draw, serve only while these three are in their places."""
 
 
-def refuse_capture(device: torch.device) -> None:
+def check_not_captured(device: torch.device) -> None:
     """Raise StepError while a CUDA graph is captured: it would hold one key, for every replay."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StepError(
@@ -325,7 +325,7 @@ def _say_that_it_is_slow() -> None:
 # Where the noise of a run comes from, and how its normal variables are made.
 
 
-__all__ = ["NoiseSource", "SecureNoise", "SeededNoise", "refuse_capture"]
+__all__ = ["NoiseSource", "SecureNoise", "SeededNoise", "check_not_captured"]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -319,7 +319,7 @@ def own_generator(
     return generator
 
 
-def refuse_global_seed(generator: torch.Generator) -> None:
+def check_not_globally_seeded(generator: torch.Generator) -> None:
     """One seed makes one sequence of random words, whichever generator of the CPU has it.
 
     Two that are alike in their low 32 bits are one.

@@ -25,7 +25,7 @@ _IN_PLACE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, eq=False)
-class UnitRows:
+class UnitSamples:
     """The rows of a physical batch, by the unit that each belongs to.
 
     Args:
@@ -51,23 +51,24 @@ class UnitRows:
         if not isinstance(owner, Tensor) or owner.dtype != torch.int64 or owner.dim() != 1:
             got = f"{owner.dtype} {list(owner.shape)}" if isinstance(owner, Tensor) else repr(owner)
             raise ArgumentTypeError(
-                f"UnitRows expects owner as an int64 tensor [rows], got {got}; number the units of "
+                f"UnitSamples expects owner as an int64 tensor [rows], got {got}; number the units of "
                 "this batch from 0 and give each row the number of its unit"
             )
         if self.reduction not in ("mean", "sum"):
             raise ArgumentError(
-                f'UnitRows expects reduction="mean" or "sum", got {self.reduction!r}'
+                f'UnitSamples expects reduction="mean" or "sum", got {self.reduction!r}'
             )
         if self.count < 0 or (self.count > 0) != (self.largest > 0):
             raise ArgumentError(
-                "UnitRows expects count and largest both positive, or both 0 for the placeholders of an "
+                "UnitSamples expects count and largest both positive, or both 0 for the "
+                "placeholders of an "
                 f"empty draw, got count={self.count} and largest={self.largest}"
             )
         if self.count and (sizes := self.sizes) is not None:
             bad = len(owner) and int(owner.min()) < 0
             if bad or len(sizes) != self.count or not all(sizes) or max(sizes) != self.largest:
                 raise ArgumentError(
-                    f"UnitRows expects count={self.count} units numbered from 0, each with a row and "
+                    f"UnitSamples expects count={self.count} units numbered from 0, each with a row and "
                     f"the largest with largest={self.largest}; got "
                     + ("a negative number" if bad else f"units of {sizes[:8]} rows")
                 )
@@ -139,7 +140,7 @@ class UnitRows:
         x = widen(x)
         return x.new_zeros(self.count, *x.shape[1:]).index_add_(0, self.on(x.device), x)
 
-    def of_views(self, views: int) -> UnitRows:
+    def of_views(self, views: int) -> UnitSamples:
         """The same units in a batch that holds so many views of each sample, next to each other."""
         owner = self.owner.repeat_interleave(views)
         return replace(self, owner=owner, largest=self.largest * views, views=views)
@@ -149,7 +150,7 @@ class UnitRows:
         owner = self.on(rows.device)
         return torch.cat([owner.new_full((1,), -1), owner])[rows + 1]
 
-    def of_entries(self, rows: Tensor, each: int) -> UnitRows:
+    def of_entries(self, rows: Tensor, each: int) -> UnitSamples:
         """The units of entries, `each` of every row: `rows`, where `owner` is, says whose they are."""
         return replace(
             self, owner=self.owner.index_select(0, rows), largest=self.largest * each

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.core.numerics import PRODUCT_ERROR_FACTOR
-from fastclip.ops.units import Layout, UnitRows
+from fastclip.ops.units import Layout, UnitSamples
 from fastclip.rules.contribution import autocast_operand
 from fastclip.rules.elementwise import aligned, flat_operands, summed_to
 from fastclip.rules.linear import linear_record
@@ -239,7 +239,7 @@ class RoutedRecord(Record):
     def margin(self) -> Tensor:
         return ops.routed_margin(self.a, self.g, self.owner, self.batch)
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         owner = units.owners_of(self.owner)
         return RoutedRecord(
             self.a, self.g, owner, batch=units.count, transposed=self.transposed
@@ -296,7 +296,7 @@ class GroupedRecord(Record):
     def margin(self) -> Tensor:
         return self.each.margin().view(self.shape).square().sum(1).sqrt()
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         return GroupedRecord(
             self.each.a, self.each.g, units.owners_of(self.owner), self.member, batch=units.count,
             members=self.shape[1], total=self.total,
@@ -396,7 +396,7 @@ class ContractionUse(UseRule):
         return {**operands, "product": product, **({} if bias is None else {"bias": bias})}
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
         product: Product = operands["product"]
         if out.dim() != len(product.out) or out.is_complex():
@@ -404,16 +404,16 @@ class ContractionUse(UseRule):
         tensors = (operands[n] for n in _factors(operands))
         if any(x.layout != torch.strided for x in tensors):
             return False  # sparse rows: there is no stack of their products
-        if place is None:
+        if batch_axis is None:
             return _maps_rows(product, operands, private)
-        sample = product.out[place.axis]
+        sample = product.out[batch_axis.axis]
         sides = [(product.letters[int(n)], operands[n].shape) for n in _factors(operands)]
         if any(len(letters) != len(shape) for letters, shape in sides):
             return False
         for name in private:
             if name == "bias":
                 own = aligned(operands[name].shape, out.dim())
-                if len(own) > out.dim() or own[place.axis] != 1:
+                if len(own) > out.dim() or own[batch_axis.axis] != 1:
                     return False
                 continue
             letters = _kept(product, int(name), operands[name].shape, out.shape, sample)
@@ -436,7 +436,7 @@ class ContractionUse(UseRule):
             use.record("bias", KeptRecord(own if product.added == 1 else own * product.added))
         for number in range(len(product.letters)):
             if use.wants(str(number)):
-                made = _record if use.place is not None else _routed_record
+                made = _record if use.batch_axis is not None else _routed_record
                 use.record(str(number), made(use, product, number))
 
 
@@ -457,7 +457,7 @@ def _maps_rows(product: Product, operands: Operands, private: list[str]) -> bool
 def _routed_record(use: UseBackward, product: Product, number: int) -> Record:
     a, g = (x.flatten(0, -2) for x in (use[str(1 - number)], use.g))
     transposed = product.letters[number][1] == product.out[-1]
-    return RoutedRecord(a, g, use.row_owners(), batch=use.batch, transposed=transposed)
+    return RoutedRecord(a, g, use.sample_of_row(), batch=use.batch, transposed=transposed)
 
 
 def _factors(operands: Mapping[str, Any]) -> list[str]:
@@ -475,8 +475,8 @@ def _kept(product: Product, number: int, shape: torch.Size, out: torch.Size, sam
 
 
 def _record(use: UseBackward, product: Product, number: int) -> Record:
-    assert use.place is not None
-    sample = product.out[use.place.axis]
+    assert use.batch_axis is not None
+    sample = product.out[use.batch_axis.axis]
     free = next(x for x in LETTERS if x not in "".join(product.letters) + product.out)
     shape = use[str(number)].shape
     own = _kept(product, number, shape, use.g.shape, sample)
@@ -502,10 +502,10 @@ def _by_sample(
     """The sample's axis first, what is folded into it second; without it where x has none."""
     if sample not in letters:
         return letters, x
-    assert use.place is not None
+    assert use.batch_axis is not None
     axis = letters.index(sample)
     rest = letters[:axis] + letters[axis + 1 :]
-    rows = use.place.moved_to(axis).rows(x, use.batch)
+    rows = use.batch_axis.moved_to(axis).samples(x, use.batch)
     return sample + (free if rows.dim() > x.dim() else "") + rest, rows
 
 
@@ -552,7 +552,7 @@ class GroupedUse(UseRule):
         return flat_operands(name, args, kwargs) if len(args) > 1 else None
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
         x, weight = operands["0"], operands["1"]
         return (
@@ -567,7 +567,7 @@ class GroupedUse(UseRule):
         rows = torch.arange(len(use.g), dtype=ends.dtype, device=ends.device)
         expert = torch.searchsorted(ends, rows, right=True).to(torch.int64)
         experts = len(use["1"])
-        owner = use.row_owners().masked_fill(expert >= experts, -1)
+        owner = use.sample_of_row().masked_fill(expert >= experts, -1)
 
         def total(a: Tensor, g: Tensor) -> Tensor:
             return _by_expert(a, g, expert, experts)

@@ -14,7 +14,7 @@ from fastclip import ops
 from fastclip.core.torch_names import stream_of
 from fastclip.errors import GraphError
 from fastclip.ops.planner import NormMethod, PlanLog, Planner
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules.records import Record, norm_apart
 from fastclip.samples.batch_axis import BatchAxis
 
@@ -81,7 +81,7 @@ class Contribution(ABC):
         """Whether the parameter's norm is that of one contribution, of rows that are samples."""
         return self._may_keep(name) and self._units() is None
 
-    def _units(self) -> UnitRows | None:
+    def _units(self) -> UnitSamples | None:
         """Which rows are clipped as one; None: each alone."""
         return None
 
@@ -186,12 +186,12 @@ class FoldedRecord(Record):
     """A record of b * n rows, for b samples.
 
     Args:
-        record: of the rows. place: of the samples among them. batch: b.
+        record: of the rows. batch_axis: of the samples among them. batch: b.
     """
 
-    def __init__(self, record: Record, place: BatchAxis, batch: int) -> None:
+    def __init__(self, record: Record, batch_axis: BatchAxis, batch: int) -> None:
         super().__init__(*record._operands)
-        self.record, self.place, self.batch = record, place, batch
+        self.record, self.batch_axis, self.batch = record, batch_axis, batch
 
     instantiates = True
 
@@ -203,17 +203,23 @@ class FoldedRecord(Record):
 
     def per_sample(self) -> Tensor:
         own = self.record.per_sample()
-        rows = BatchAxis(0, self.place.outer, self.place.inner).rows(ops.widen(own), self.batch)
+        rows = BatchAxis(0, self.batch_axis.outer, self.batch_axis.inner).samples(
+            ops.widen(own), self.batch
+        )
         return rows.sum(1)
 
     def margin(self) -> Tensor | None:
         margin = self.record.margin()
         if margin is None:
             return None
-        return BatchAxis(0, self.place.outer, self.place.inner).rows(margin, self.batch).sum(1)
+        return (
+            BatchAxis(0, self.batch_axis.outer, self.batch_axis.inner)
+            .samples(margin, self.batch)
+            .sum(1)
+        )
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         """Of the rows at once: those of a unit are more by those that are folded."""
         size = len(self._operands[0])
-        rows = self.place.owners(size, self.batch, units.owner.device)
+        rows = self.batch_axis.sample_of_entry(size, self.batch, units.owner.device)
         return self.record.of_units(units.of_entries(rows, size // max(self.batch, 1)))

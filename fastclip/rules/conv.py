@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules.contribution import FoldedRecord, autocast_operand
 from fastclip.rules.elementwise import summed_to
 from fastclip.rules.linear import linear_record, record_of
@@ -96,7 +96,7 @@ class KernelRowsRecord(Record):
         known = [s for row in self.rows if (s := row.margin()) is not None]
         return ops.AddedNorm([s.square() for s in known]).raised().sqrt() if known else None
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         return KernelRowsRecord([row.of_units(units) for row in self.rows], self.geometry)
 
 
@@ -266,10 +266,10 @@ class ConvUse(UseRule):
         return {**given, "transposed": transposed}
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
         x, weight = operands["input"], operands["weight"]
-        if place is None or place.axis or "input" in private or x.dim() != weight.dim():
+        if batch_axis is None or batch_axis.axis or "input" in private or x.dim() != weight.dim():
             return False
         if operands["transposed"]:
             dims = weight.dim() - 2
@@ -309,8 +309,8 @@ class ConvUse(UseRule):
             x, padding = _padded(x, given["padding"], dilation, shape[2:])
         geometry = ops.ConvGeometry(shape, stride, padding, dilation, int(given["groups"]))
         record = ConvRecord(x, g, geometry, ghost=use.plan_conv(x, g, geometry).ghost)
-        assert use.place is not None
-        return record if use.place.plain else FoldedRecord(record, use.place, use.batch)
+        assert use.batch_axis is not None
+        return record if use.batch_axis.plain else FoldedRecord(record, use.batch_axis, use.batch)
 
 
 def _padded(

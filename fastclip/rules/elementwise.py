@@ -45,12 +45,12 @@ def summed_to(
         each: gradients, entry by entry of the output. factor: broadcasts to them; 1 if None.
         own: `shape` as it lies in the output; aligned to the right if None.
     """
-    place = use.place
+    batch_axis = use.batch_axis
     own = aligned(shape, each.dim()) if own is None else own
-    if place is None:
+    if batch_axis is None:
         return _summed_rows(use, each, shape, factor)
-    kept = [size for axis, size in enumerate(own) if axis != place.axis]
-    rows = use.rows(each)  # [b, (n,) *others]
+    kept = [size for axis, size in enumerate(own) if axis != batch_axis.axis]
+    rows = use.samples(each)  # [b, (n,) *others]
     folded = rows.dim() - 1 - len(kept)
     axes = [*range(1, 1 + folded), *(1 + folded + i for i, n in enumerate(kept) if n == 1)]
     axes = [axis for axis in axes if rows.shape[axis] != 1]
@@ -72,20 +72,20 @@ def _summed_rows(
     wide = ops.widen(each)
     wide = wide if factor is None else wide * factor.to(wide.dtype)
     if shape.numel() == 1:
-        owner = use.entry_owners().expand(each.shape).reshape(-1)
-        return ops.sum_by_owner(wide.reshape(-1), owner, use.batch).reshape(use.batch, *shape)
+        owner = use.sample_of_entry().expand(each.shape).reshape(-1)
+        return ops.sum_by_sample(wide.reshape(-1), owner, use.batch).reshape(use.batch, *shape)
     rows = wide.reshape(wide.shape[:-1].numel(), wide.shape[-1])
-    return ops.sum_by_owner(rows, use.row_owners(), use.batch).reshape(use.batch, *shape)
+    return ops.sum_by_sample(rows, use.sample_of_row(), use.batch).reshape(use.batch, *shape)
 
 
 def _rows_like(use: UseBackward, factor: Tensor, each: Tensor) -> Tensor:
     """The factor's samples along axis 0; size 1 there if it has none."""
-    assert use.place is not None
+    assert use.batch_axis is not None
     factor = factor.view(aligned(factor.shape, each.dim()))
-    if factor.shape[use.place.axis] == each.shape[use.place.axis]:
-        return use.rows(factor)
-    first = factor.movedim(use.place.axis, 0)
-    return first if use.place.plain else first[None]
+    if factor.shape[use.batch_axis.axis] == each.shape[use.batch_axis.axis]:
+        return use.samples(factor)
+    first = factor.movedim(use.batch_axis.axis, 0)
+    return first if use.batch_axis.plain else first[None]
 
 
 def _products(rows: Tensor, factor: Tensor, axes: list[int]) -> Tensor:
@@ -147,12 +147,14 @@ class ElementwiseUse(UseRule):
         return None if "out" in kwargs else flat_operands(name, args, kwargs)
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
         shapes = [operands[name].shape for name in private]
         if any(len(shape) > out.dim() for shape in shapes):
             return False
-        axes = range(out.dim() - 1) if place is None else [place.axis]  # rows may be anybody's
+        axes = (
+            range(out.dim() - 1) if batch_axis is None else [batch_axis.axis]
+        )  # rows may be anybody's
         return (
             out.dim() > 0
             and not out.is_complex()
@@ -224,7 +226,7 @@ class MoveUse(UseRule):
         return None if "out" in kwargs else flat_operands(name, args, kwargs)
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
         return out.is_floating_point()
 
@@ -247,7 +249,7 @@ class MoveUse(UseRule):
         }  # fmt: skip
         with torch.no_grad():
             entry = use.called_on({**zeros, name: numbers}) - 1  # -1: another operand's
-        owner = use.entry_owners().expand(use.g.shape)
+        owner = use.sample_of_entry().expand(use.g.shape)
         known = (entry >= 0) & (owner >= 0)
         g = ops.widen(use.g).masked_fill(~known, 0)
         entry, owner = entry.clamp_min(0).reshape(-1), owner.clamp_min(0).reshape(-1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.errors import UnsupportedLayerError
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules.protocol import LayerCall, LayerRule, register_rule
 from fastclip.rules.records import LookupRecord, Record, ViewedRecord
 from fastclip.rules.use import Operands, UseRule, register_use
@@ -71,7 +71,7 @@ class EmbeddingBagRule(LayerRule):
     """Sum, mean or maximum of the rows of each bag; one bag is one sample."""
 
     name = "embedding_bag"
-    counts_rows = True
+    counts_samples = True
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         _check_options(module)
@@ -162,7 +162,7 @@ class MaxBagRecord(Record):
         table = g.new_zeros(g.shape[0], self.num_embeddings, g.shape[1])
         return table.scatter_add_(1, self.index[:, None], g[:, None])
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         """Rows of a unit may share cells: these are looked up, one by one."""
         d = self.g.shape[1]
         cells = self.index * d + torch.arange(d, dtype=torch.int64, device=self.g.device)
@@ -194,12 +194,12 @@ class LookupUse(UseRule):
         return operands
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
         table, ids = operands["table"], operands["ids"]
-        if private != ["table"] or place is None or out.dim() != ids.dim() + table.dim() - 1:
+        if private != ["table"] or batch_axis is None or out.dim() != ids.dim() + table.dim() - 1:
             return False
-        return place.axis < ids.dim()
+        return batch_axis.axis < ids.dim()
 
     def saved(self, operands: Operands, private: list[str]) -> list[str]:
         return ["ids"]
@@ -207,7 +207,7 @@ class LookupUse(UseRule):
     def records(self, use: UseBackward) -> None:
         table, ids, g = use.shape_of("table"), use["ids"], use.g
         g = g.reshape(*g.shape[: ids.dim()], table[1:].numel())
-        ids, g = use.rows(ids), use.rows(g)
+        ids, g = use.samples(ids), use.samples(g)
         b = len(ids)
         ids = ids.reshape(b, ids.numel() // b if b else 0).to(torch.int64)
         ids = ids.where(ids >= 0, ids + table[0])

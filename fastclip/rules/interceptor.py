@@ -347,7 +347,7 @@ class Interceptor:
         self, layout: BatchLayout, forward: Forward, key: Key, func: Callable, args: tuple,
         kwargs: dict, private: list[Any],
     ) -> Any:  # fmt: skip
-        place = layout.places.get(key)
+        batch_axis = layout.batch_axes.get(key)
         changes = in_place(func)
         target: Any = args[0] if changes else None
         if changes and is_private(target):
@@ -367,16 +367,30 @@ class Interceptor:
         shown = [] if is_of_torch(func) else given(out, target)
         tapped: dict[int, Tensor] = {}
         # a checkpoint that runs again repeats a turn: no gradient comes to it there
-        turns = key in layout.turns and place is None and current_task() == -1
+        turns = key in layout.turns and batch_axis is None and current_task() == -1
         taker = forward.turn(key, key.label) if turns else None
         for number, tensor in enumerate(tensors):
-            place = None if place is None else self._checked(layout, forward, key, place, tensor)
+            batch_axis = (
+                None
+                if batch_axis is None
+                else self._checked(layout, forward, key, batch_axis, tensor)
+            )
             call = self._call(
-                forward, key, func, args, kwargs, private, place, tensor, before, changes, number
+                forward,
+                key,
+                func,
+                args,
+                kwargs,
+                private,
+                batch_axis,
+                tensor,
+                before,
+                changes,
+                number,
             )
             if chance is not None:
                 call.repeated_with(chance, drew, shown)
-            if place is None:
+            if batch_axis is None:
                 call.taker = taker
                 self._follow(layout, forward, key, call)
             result = call.tap(tensor)
@@ -388,7 +402,7 @@ class Interceptor:
         return mapped(lambda x: tapped.get(id(x), x) if isinstance(x, Tensor) else x, out)
 
     def _checked(
-        self, layout: BatchLayout, forward: Forward, key: Key, place: BatchAxis, out: Tensor
+        self, layout: BatchLayout, forward: Forward, key: Key, batch_axis: BatchAxis, out: Tensor
     ) -> BatchAxis | None:
         """Where the samples are in this output.
 
@@ -401,27 +415,35 @@ class Interceptor:
             return found
         self.grad_state.calls.look_again(layout, forward, key, out)
         found = layout.place_of(key, out, batch, forward.lengths)
-        if found is None and key in layout.places:
+        if found is None and key in layout.batch_axes:
             raise BatchSizeError(
                 f"{key.label}: its output of shape {list(out.shape)} cannot hold {batch} samples along "
-                f"axis {layout.places[key].axis}; keep the batch along one axis"
+                f"axis {layout.batch_axes[key].axis}; keep the batch along one axis"
             )
         return found
 
     def _call(
         self, forward: Forward, key: Key, func: Callable, args: tuple, kwargs: dict,
-        private: list[Any], place: BatchAxis | None, out: Tensor, before: Tensor | None, changes: bool,
-        number: int,
+        private: list[Any], batch_axis: BatchAxis | None, out: Tensor, before: Tensor | None,
+        changes: bool, number: int,
     ) -> UseCall:  # fmt: skip
         if before is not None:
             args = (before, *args[1:])
-        rule, operands = _rule(func, args, kwargs, out, place, whole=number == 0)
+        rule, operands = _rule(func, args, kwargs, out, batch_axis, whole=number == 0)
         targets = {n: self._target(v, forward) for n, v in operands.items() if is_private(v)}
         if not targets:
             rule, operands = _REPLAY, _REPLAY.bind(plain_name(func), args, kwargs)
             targets = {n: self._target(v, forward) for n, v in operands.items() if is_private(v)}
         call = UseCall(
-            self, forward, func, rule, operands, targets, place, changes=changes, label=key.label
+            self,
+            forward,
+            func,
+            rule,
+            operands,
+            targets,
+            batch_axis,
+            changes=changes,
+            label=key.label,
         )
         call.number_of_output = number
         self.grad_state.plan_log.met(key.label, rule.name)
@@ -455,15 +477,21 @@ def _may_need(func: Callable, kwargs: dict) -> bool:
 
 
 def _rule(
-    func: Callable, args: tuple, kwargs: dict, out: Tensor, place: BatchAxis | None, *, whole: bool
+    func: Callable,
+    args: tuple,
+    kwargs: dict,
+    out: Tensor,
+    batch_axis: BatchAxis | None,
+    *,
+    whole: bool,
 ) -> tuple[UseRule, Operands]:
     name = plain_name(func)
     # of complex numbers the rules know nothing: a product's gradient takes the other's conjugate
     for rule in rules_of(func) if whole and not out.is_complex() else []:
         operands = rule.bind(name, args, kwargs)
-        if operands is None or (place is None and not rule.routed):
+        if operands is None or (batch_axis is None and not rule.routed):
             continue
         private = [n for n, value in operands.items() if is_private(value)]
-        if private and rule.fits(operands, private, out, place):
+        if private and rule.fits(operands, private, out, batch_axis):
             return rule, operands
     return _REPLAY, _REPLAY.bind(name, args, kwargs)

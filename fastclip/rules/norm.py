@@ -228,14 +228,14 @@ class NormUse(UseRule):
         return {**given, "function": name}
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
-        if place is None or not set(private) <= {"weight", "bias"} or out.is_complex():
+        if batch_axis is None or not set(private) <= {"weight", "bias"} or out.is_complex():
             return False
-        if operands["function"] in ("group_norm", "instance_norm") and place.axis:
+        if operands["function"] in ("group_norm", "instance_norm") and batch_axis.axis:
             return False
         own = _lies(operands["function"], operands[private[0]].shape, out.dim())
-        return len(own) == out.dim() and own[place.axis] == 1
+        return len(own) == out.dim() and own[batch_axis.axis] == 1
 
     def saved(self, operands: Operands, private: list[str]) -> list[str]:
         if "weight" not in private:

@@ -205,7 +205,7 @@ class LayerRule(ABC):
     """The parameters that the rule answers for; those of a module with others are followed by use."""
     multiplies = False
     """The layer is a product with its input: `forward` gets it in the type that autocast multiplies."""
-    counts_rows = False
+    counts_samples = False
     """The layer's input is flat: its samples are the rows of its output."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerRule:

@@ -47,7 +47,7 @@ class RecomputeUse(UseRule):
 
     def records(self, use: UseBackward) -> None:
         wanted = [name for name in use.private if use.wants(name)]
-        for name, own in zip(wanted, self._finite(use, wanted, use.entry_owners()), strict=True):
+        for name, own in zip(wanted, self._finite(use, wanted, use.sample_of_entry()), strict=True):
             use.record(name, KeptRecord(own))
 
     @staticmethod

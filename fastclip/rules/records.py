@@ -22,7 +22,7 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.core.torch_names import version_of
 from fastclip.errors import GraphError
-from fastclip.ops.units import Layout, UnitRows
+from fastclip.ops.units import Layout, UnitSamples
 
 
 def written_to() -> GraphError:
@@ -98,7 +98,7 @@ class Record(ABC):
         """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
         return None
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         """The same with units for samples: a unit's gradient is the sum of its rows'."""
         margin = self.margin()
         return KeptRecord(
@@ -259,7 +259,7 @@ class ViewedRecord(Record):
     def margin(self) -> Tensor | None:
         return self.record.margin()
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         return ViewedRecord(self.record.of_units(units), self.shape)
 
 
@@ -281,7 +281,7 @@ class LaidRecord(Record):
     keep = False
     """The units' gradients may be held instead of the record."""
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         record = UnitRecord(self, units)
         return record.kept() if self.keep else record
 
@@ -294,7 +294,7 @@ class UnitRecord(Record):
         whole: the same in one record of units, where there is one.
     """
 
-    def __init__(self, rows: LaidRecord, units: UnitRows, whole: Record | None = None) -> None:
+    def __init__(self, rows: LaidRecord, units: UnitSamples, whole: Record | None = None) -> None:
         super().__init__(*rows._operands)
         self.rows, self.units, self.whole = rows, units, whole
 
@@ -625,7 +625,7 @@ class LookupRecord(LaidRecord):
         shape = (self.batch_size, self.per_sample_count)
         return self.ids.view(shape), self._without_padding().view(*shape, -1)
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         """Entries say whose they are; in their places in the rows they are kept for `tied_norm`."""
         whole = LookupRecord(
             self.ids, units.owners_of(self.sample), self.g, batch_size=units.count,

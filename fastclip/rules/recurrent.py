@@ -177,12 +177,12 @@ class _Packed:
         numbers = torch.arange(max(n, self.steps, self.batch), dtype=torch.int64, device=device)
         step = numbers[: self.steps].repeat_interleave(count, output_size=n)
         first = count.cumsum(0) - count
-        place = numbers[:n] - first[step]  # among the sorted ones
+        batch_axis = numbers[:n] - first[step]  # among the sorted ones
         lengths = (count > numbers[: self.batch, None]).sum(1)  # of the sorted sequences
         self.order = numbers[: self.batch] if order is None else order.to(device)
-        self.slot = self.order[place] * self.steps + step
+        self.slot = self.order[batch_axis] * self.steps + step
         """Of each row in the padded batch."""
-        self.turned = first[lengths[place] - 1 - step] + place
+        self.turned = first[lengths[batch_axis] - 1 - step] + batch_axis
         """The row of the same sequence that is as far from its end as this one from its start."""
 
     def inward(self, x: Tensor, reverse: bool) -> Tensor:
@@ -259,17 +259,17 @@ class HiddenUse(UseRule):
         return dict(zip(("gates", "weight", "bias", "memory"), args, strict=True))
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
-        return place is None or place.axis < 2
+        return batch_axis is None or batch_axis.axis < 2
 
     def records(self, use: UseBackward) -> None:
         before, g = use.operands["memory"].take(use.g)
-        (_record_routed if use.place is None else _record_placed)(use, before, g)
+        (_record_routed if use.batch_axis is None else _record_placed)(use, before, g)
 
 
 def _record_placed(use: UseBackward, before: Tensor, g: Tensor) -> None:
-    a, g = use.rows(before), use.rows(g)
+    a, g = use.samples(before), use.samples(g)
     a, g = (x.reshape(len(x), x.shape[1:-1].numel(), x.shape[-1]) for x in (a, g))
     if use.wants("bias"):
         use.record("bias", KeptRecord(ops.wide_sum(g, 1)))
@@ -278,10 +278,10 @@ def _record_placed(use: UseBackward, before: Tensor, g: Tensor) -> None:
 
 
 def _record_routed(use: UseBackward, before: Tensor, g: Tensor) -> None:
-    owner = use.row_owners()
+    owner = use.sample_of_row()
     g = g.flatten(0, 1)
     if use.wants("bias"):
-        use.record("bias", KeptRecord(ops.sum_by_owner(ops.widen(g), owner, use.batch)))
+        use.record("bias", KeptRecord(ops.sum_by_sample(ops.widen(g), owner, use.batch)))
     if use.wants("weight"):
         record = RoutedRecord(before.flatten(0, 1), g, owner, batch=use.batch)
         use.record("weight", record)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.ops.planner import Planner
-from fastclip.ops.units import Layout, UnitRows
+from fastclip.ops.units import Layout, UnitSamples
 from fastclip.rules.records import (
     LinearRecord,
     LookupRecord,
@@ -347,7 +347,7 @@ class RegionsRecord(Record):
         known = [s for _, record in self.parts if (s := record.margin()) is not None]
         return torch.stack(known).sum(0) if known else None
 
-    def of_units(self, units: UnitRows) -> Record:
+    def of_units(self, units: UnitSamples) -> Record:
         parts = [(geometry, record.of_units(units)) for geometry, record in self.parts]
         return RegionsRecord(self.shape, parts, self.planner)
 

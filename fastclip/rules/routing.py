@@ -48,30 +48,32 @@ class Routing:
         self._edges.append(get_gradient_edge(out))
         return len(self._edges) - 1
 
-    def leave(self, outputs: list[Tensor], places: list[BatchAxis]) -> list[Tensor]:
+    def leave(self, outputs: list[Tensor], batch_axes: list[BatchAxis]) -> list[Tensor]:
         """What the module returns, where its gradients come in."""
         if not self._edges:
             return outputs
-        return list(_Leave.apply(self, places, *outputs))
+        return list(_Leave.apply(self, batch_axes, *outputs))
 
     def send(
-        self, edges: list[GradientEdge], gradients: list[Tensor], places: list[BatchAxis]
+        self, edges: list[GradientEdge], gradients: list[Tensor], batch_axes: list[BatchAxis]
     ) -> None:
         """Send coded gradients through the module."""
         self._codes = []
         span = 1
         while span < max(self.batch, 2):
             seeds = []
-            for gradient, place in zip(gradients, places, strict=True):
-                owner = place.owners(gradient.shape[place.axis], self.batch, gradient.device)
+            for gradient, batch_axis in zip(gradients, batch_axes, strict=True):
+                owner = batch_axis.sample_of_entry(
+                    gradient.shape[batch_axis.axis], self.batch, gradient.device
+                )
                 digits = owner.div(span, rounding_mode="floor").remainder(_BASE) - _BASE // 2
-                seeds.append(coded_by(gradient, place.axis, digits))
+                seeds.append(coded_by(gradient, batch_axis.axis, digits))
             self._codes.append(
                 torch.autograd.grad(edges, self._edges, seeds, retain_graph=True, allow_unused=True)
             )
             span *= _BASE
 
-    def owners(self, number: int, g: Tensor, label: str) -> Tensor:
+    def sample_of_entry(self, number: int, g: Tensor, label: str) -> Tensor:
         """The sample of every entry of `g`, int64 in its shape; NOBODY where it is 0.
 
         Raises:
@@ -129,24 +131,24 @@ def _digit(plain: Tensor, code: Tensor, near: float) -> tuple[Tensor, Tensor]:
 
 class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, routing: Routing, places: list[BatchAxis], *outputs: Tensor) -> tuple:
+    def forward(ctx: Any, routing: Routing, batch_axes: list[BatchAxis], *outputs: Tensor) -> tuple:
         ctx.set_materialize_grads(False)
-        ctx.routing, ctx.places = routing, places
+        ctx.routing, ctx.batch_axes = routing, batch_axes
         return tuple(x.clone() for x in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         came = [
-            (GradientEdge(*edge), gradient.detach(), place)
-            for edge, gradient, place in zip(
-                ctx.next_functions[-len(gradients) :], gradients, ctx.places, strict=True
+            (GradientEdge(*edge), gradient.detach(), batch_axis)
+            for edge, gradient, batch_axis in zip(
+                ctx.next_functions[-len(gradients) :], gradients, ctx.batch_axes, strict=True
             )
             if gradient is not None and edge[0] is not None
         ]
         if came and _records():
-            edges, values, places = (list(column) for column in zip(*came, strict=True))
+            edges, values, batch_axes = (list(column) for column in zip(*came, strict=True))
             with all_aside():  # these gradients are no part of a traced step
-                ctx.routing.send(edges, values, places)
+                ctx.routing.send(edges, values, batch_axes)
         return None, None, *gradients
 
 

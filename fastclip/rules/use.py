@@ -22,10 +22,10 @@ from torch.autograd.graph import GradientEdge
 
 from fastclip.core.autograd import differentiable_once, private_function, save, saved, taking_part
 from fastclip.core.torch_names import Native, tree_unflatten
-from fastclip.errors import BatchSizeError, GraphError
+from fastclip.errors import BatchSizeError, GraphError, say
 from fastclip.ops import LastInput
 from fastclip.ops.planner import PlanLog, Planner
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules.chance import (
     Chance,
     alike,
@@ -71,13 +71,13 @@ class UseRule(ABC):
         """The operands of this call; None where the rule does not answer for it."""
 
     def fits(
-        self, operands: Operands, private: list[str], out: Tensor, place: BatchAxis | None
+        self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
         """Whether the rule can tell the samples of this output apart.
 
         Args:
             private: names of the operands that are parameters, or derived from such.
-            place: of the samples in the output; None where they are told entry by entry.
+            batch_axis: of the samples in the output; None where they are told entry by entry.
         """
         return True
 
@@ -168,7 +168,7 @@ class UseState(Protocol):
         """What is known of the input that the running pass has met last."""
 
     @property
-    def units(self) -> UnitRows | None:
+    def units(self) -> UnitSamples | None:
         """Which rows of the running pass are clipped as one; None: each alone."""
 
     def layer_forward(self, path: Hashable | None = None) -> tuple[Forward, bool]:
@@ -225,16 +225,21 @@ class UseCall:
 
     Args:
         operands: non-private tensors taken out. targets: what is private, by the operand's name.
-        place: of the samples in the output; None: `routing` tells whose an entry is.
+        batch_axis: of the samples in the output; None: `routing` tells whose an entry is.
     """
 
     def __init__(
         self, interceptor: Intercepts, forward: Forward, func: Callable, rule: UseRule,
-        operands: Operands, targets: dict[str, Target], place: BatchAxis | None, *, changes: bool,
+        operands: Operands, targets: dict[str, Target], batch_axis: BatchAxis | None, *, changes: bool,
         label: str,
     ) -> None:  # fmt: skip
         self.interceptor, self.forward, self.func, self.rule = interceptor, forward, func, rule
-        self.targets, self.place, self.changes, self.label = targets, place, changes, label
+        self.targets, self.batch_axis, self.changes, self.label = (
+            targets,
+            batch_axis,
+            changes,
+            label,
+        )
         self.saved = rule.saved(operands, list(targets))
         self.held = [operands[name] for name in self.saved]
         self.operands = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
@@ -371,7 +376,7 @@ class UseBackward(Contribution):
     """What a use's rule may see and do.
 
     Attributes:
-        g: gradient of the output. place: of the samples in it, or None. operands: those that are
+        g: gradient of the output. batch_axis: of the samples in it, or None. operands: those that are
             no tensors. private: names of the operands that are parameters or derived. batch: samples.
     """
 
@@ -392,7 +397,7 @@ class UseBackward(Contribution):
             grad_state.last_input,
         )
         self._call, self._saved, self._wanted = call, saved, wanted
-        self.place, self.operands = call.place, call.operands
+        self.batch_axis, self.operands = call.batch_axis, call.operands
         self.private = list(call.targets)
         self.batch = call.forward.batch_size or 0
         self._owner: Tensor | None = None
@@ -403,14 +408,14 @@ class UseBackward(Contribution):
         """Check that the contribution may enter the running pass, and let the rule record it."""
         call = self._call
         grad_state = call.interceptor.grad_state
-        if self.place is not None and not self.place.fits(self.g, self.batch):
+        if self.batch_axis is not None and not self.batch_axis.fits(self.g, self.batch):
             raise GraphError(
                 f"{call.label}: its output of shape {list(self.g.shape)} cannot hold {self.batch} "
                 "samples"
             )
         grad_state.admit(call.label, call.forward, self.batch)
         grad_state.check_hooks(self._wanted)
-        if self.place is None:
+        if self.batch_axis is None:
             self._owner = self._routed()
             self.g = self.g.masked_fill(self._owner == NOBODY, 0)
         call.rule.records(self)
@@ -438,28 +443,38 @@ class UseBackward(Contribution):
         """Names of the operands at hand: those that were saved, and private ones."""
         return [*self._saved, *self.private]
 
-    def rows(self, x: Tensor) -> Tensor:
+    def samples(self, x: Tensor) -> Tensor:
         """`x`, whose samples lie as those of the output, with them along axis 0."""
-        assert self.place is not None
-        return self.place.rows(x, self.batch)
+        assert self.batch_axis is not None
+        return self.batch_axis.samples(x, self.batch)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Deprecated: `samples`."""
+        say("use.rows has another name: use use.samples.", DeprecationWarning)
+        return self.samples(x)
 
     def entry_owners(self) -> Tensor:
+        """Deprecated: `sample_of_entry`."""
+        say("use.entry_owners has another name: use use.sample_of_entry.", DeprecationWarning)
+        return self.sample_of_entry()
+
+    def sample_of_entry(self) -> Tensor:
         """The sample of every entry of the output, or of what broadcasts to it; -1: of nobody."""
-        if self.place is not None:
+        if self.batch_axis is not None:
             shape = [1] * self.g.dim()
-            shape[self.place.axis] = -1
-            size = self.g.shape[self.place.axis]
-            return self.place.owners(size, self.batch, self.g.device).view(shape)
+            shape[self.batch_axis.axis] = -1
+            size = self.g.shape[self.batch_axis.axis]
+            return self.batch_axis.sample_of_entry(size, self.batch, self.g.device).view(shape)
         assert self._owner is not None
         return self._owner
 
-    def row_owners(self) -> Tensor:
+    def sample_of_row(self) -> Tensor:
         """The sample of every row of the output, all axes but the last flattened, int64 [n].
 
         Raises:
             BatchSizeError: a row holds entries of several samples (on a GPU it contributes nothing).
         """
-        owner = self.entry_owners().expand(self.g.shape)
+        owner = self.sample_of_entry().expand(self.g.shape)
         if not self.g.numel():
             return owner.new_full((self.g.shape[:-1].numel(),), NOBODY)
         owner = owner.reshape(-1, owner.shape[-1])
@@ -483,7 +498,7 @@ class UseBackward(Contribution):
                 "the model, or move rows inside a module that puts them back in their places"
                 f"{mean if self.g.numel() == 1 else ''}"
             )
-        return call.routing.owners(call.number, self.g, call.label)
+        return call.routing.sample_of_entry(call.number, self.g, call.label)
 
     def replay(self, leaves: dict[str, Tensor], *, clean: bool = False) -> Tensor:
         """The function called again, on these leaves for private operands.
@@ -564,7 +579,7 @@ class UseBackward(Contribution):
         out = args[0] if out is None else out
         return out if isinstance(out, Tensor) else out[self._call.number_of_output]
 
-    def _units(self) -> UnitRows | None:
+    def _units(self) -> UnitSamples | None:
         return self._call.interceptor.grad_state.units
 
     def _take(self, name: str, record: Record) -> None:

@@ -1,1 +1,1 @@
-"""Where the samples are in every tensor, and that no row follows from another."""
+"""Where the samples are in every tensor, and that no sample follows from another."""

@@ -1,9 +1,9 @@
 """Values say what a trace does not: a sample gives the same in any batch.
 
 A trace proves the way that a run has taken. Where Python reads numbers of the batch to choose it, the
-same rows are run among other rows, among special ones, in another order, and among fewer. What every
-layer and use is given of a row that was kept, what the call returns of it, and the gradients of all
-that, must stay the same. Whose an entry is, the tracer says in each run.
+same samples are run among other samples, among special ones, in another order, and among fewer.
+What every layer and use is given of a sample that was kept, what the call returns of it, and the
+gradients of all that, must stay the same. Whose an entry is, the tracer says in each run.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ class _Given:
     """What a run has given of each sample.
 
     Args:
-        rows: which rows were run. mixed: outputs that may be no part of a loss. like: of the same rows,
-            some of which are NaN here, so that only there values say whose an entry is.
+        samples: which samples were run. mixed: outputs that may be no part of a loss. like: of the
+            same samples, some of which are NaN here, so that only there values say whose an entry
+            is.
     """
 
-    def __init__(self, rows: list[int], mixed: Container[int], like: _Given | None = None) -> None:
-        self.rows, self.parts, self._mixed = rows, dict[Hashable, _Part](), mixed
+    def __init__(
+        self, samples: list[int], mixed: Container[int], like: _Given | None = None
+    ) -> None:
+        self.rows, self.parts, self._mixed = samples, dict[Hashable, _Part](), mixed
         self._owners: dict[tuple[Hashable, int], Tensor] = {}
         self._like = None if like is None else like._owners
         self._noted: list[tuple[Shown, Tensor, Tensor | None]] = []
@@ -150,14 +153,14 @@ class _Given:
             if own is None or own.shape != x.value.shape:
                 if x.shadow.mixed or not x.shadow.held:
                     continue
-                own = probe.followed.owners(x.value, x.shadow)
+                own = probe.followed.sample_of_entry(x.value, x.shadow)
             found[id(x)] = own
             if not x.moved:
                 self._owners[key] = own
         return found
 
     def _seed(self, x: Shown, own: Tensor | None) -> Tensor:
-        """The gradient of an output: it follows from each row's own number and values, wherever they
+        """The gradient of an output: it follows from each sample's own number and values, wherever they
         are."""
         value = x.value.detach()
         if own is None:  # a sum; its mean is a sum of fewer times as much
@@ -196,8 +199,8 @@ def _by_sample(own: Tensor, like: Tensor) -> Iterator[tuple[int, Callable[[Tenso
     line = own[tuple(slice(None) if axis in axes else 0 for axis in range(own.dim()))]
     for sample in line[(line >= 0) & (line < at.SEVERAL)].unique().tolist():
         if len(axes) == 1:
-            rows = (line == sample).nonzero().reshape(-1).to(like.device)
-            yield sample, partial(torch.index_select, dim=axes[0], index=rows)
+            samples = (line == sample).nonzero().reshape(-1).to(like.device)
+            yield sample, partial(torch.index_select, dim=axes[0], index=samples)
         else:
             mine = (own == sample).to(like.device)
             yield sample, partial(torch.masked_select, mask=mine)
@@ -207,17 +210,17 @@ def hold_apart(
     run: Runs, cuts: Cuts, probe_of: Callable[..., Probe], mixed: Container[int], *,
     whole: bool = False,
 ) -> set[Hashable]:  # fmt: skip
-    """Run the same rows in several batches.
+    """Run the same samples in several batches.
 
     Returns:
         The layers and uses that have no one place in one of them.
 
     Args:
-        probe_of: makes a probe of so many rows. mixed: outputs that may be no part of a loss.
-        whole: all rows of the batch are run.
+        probe_of: makes a probe of so many samples. mixed: outputs that may be no part of a loss.
+        whole: all samples of the batch are run.
 
     Raises:
-        BatchSizeError: a row gives something else in one of them.
+        BatchSizeError: a sample gives something else in one of them.
     """
     real = list(range(min(run.rows(cuts), MANY))) if whole else run.distinct(cuts)
     for synthetic in (True, False) if len(real) < 2 else (False,):
@@ -234,10 +237,10 @@ def hold_apart(
 
 
 class _Batches:
-    """Makes runs of the same rows in several batches.
+    """Makes runs of the same samples in several batches.
 
     Args:
-        probe_of: makes a probe of so many rows. mixed: outputs that may be no part of a loss.
+        probe_of: makes a probe of so many samples. mixed: outputs that may be no part of a loss.
     """
 
     def __init__(self, run: Runs, probe_of: Callable[..., Probe], mixed: Container[int]) -> None:
@@ -266,7 +269,7 @@ class _Batches:
         return given
 
     def attempt(self, some: list[int], change: Any = None, **how: Any) -> _Given | None:
-        """None where the model takes no such rows."""
+        """None where the model takes no such samples."""
         try:
             return self.once(some, change, **how)
         except FastclipError:
@@ -277,34 +280,34 @@ class _Batches:
             return None
 
     def changed(
-        self, rows: list[int], change: Change, kept: list[int], like: _Given | None = None
+        self, samples: list[int], change: Change, kept: list[int], like: _Given | None = None
     ) -> _Given | None:
-        """Rows of which others are changed than these."""
-        return self.attempt(rows, partial(of_others, change, kept), like=like)
+        """Samples of which others are changed than these."""
+        return self.attempt(samples, partial(of_others, change, kept), like=like)
 
 
 def _hold_among_others(runs: _Batches, base: _Given) -> None:
-    """Replacing some rows changes nothing for the rest."""
-    rows = base.rows
-    for kept, others in _batches(rows):
+    """Replacing some samples changes nothing for the rest."""
+    samples = base.rows
+    for kept, others in _batches(samples):
         if (found := runs.attempt(others)) is not None:
             _compare(base, found, kept, VALUES)
-    half, others = [*range(0, len(rows), 2)], [*range(1, len(rows), 2)]
+    half, others = [*range(0, len(samples), 2)], [*range(1, len(samples), 2)]
     same = [(i, i) for i in half]
     special = IN_LISTS if runs.run.has_lists else SPECIAL
     for change in (*special, *NOT_FINITE):
         if not runs.run.is_changed_by(partial(of_others, change, [])):  # ids are never NaN
             continue
         like = base if change in NOT_FINITE else None
-        if (among := runs.changed(rows, change, half, like)) is not None:
+        if (among := runs.changed(samples, change, half, like)) is not None:
             try:
                 _compare(base, among, same, VALUES)
             except FastclipError as error:
                 if change not in NOT_FINITE:
                     raise
                 raise _spreads() from error
-        if change in special and (alone := runs.changed(rows, change, [])) is not None:
-            among = runs.changed(rows, change, others)
+        if change in special and (alone := runs.changed(samples, change, [])) is not None:
+            among = runs.changed(samples, change, others)
             if among is not None:
                 _compare(alone, among, same, VALUES)
                 _compare(base, among, [(i, i) for i in others], VALUES)
@@ -325,24 +328,25 @@ def _hold_whatever_one_answers(runs: _Batches, base: _Given) -> None:
 
 
 def _hold_in_any_order(runs: _Batches, base: _Given) -> None:
-    """Neither the order of rows nor their number changes anything, where all draw the same numbers."""
-    rows, alike = base.rows, base.draws
+    """Neither the order of samples nor their number changes anything, where all draw the same
+    numbers."""
+    samples, alike = base.rows, base.draws
     if alike:
-        base = runs.once(rows, draws_alike=True)
+        base = runs.once(samples, draws_alike=True)
     if base.opaque:  # somebody's own operator has drawn, which draws as it does
         return
-    back = [(i, len(rows) - 1 - i) for i in range(len(rows))]
-    if (found := runs.attempt(rows[::-1], draws_alike=alike)) is not None:
+    back = [(i, len(samples) - 1 - i) for i in range(len(samples))]
+    if (found := runs.attempt(samples[::-1], draws_alike=alike)) is not None:
         _compare(base, found, back, OTHER_BATCH, NUMBER)
     for few in (slice(0, -1), slice(1, None), slice(0, 2), slice(0, 3)):
-        found = runs.attempt(rows[few], draws_alike=alike)
+        found = runs.attempt(samples[few], draws_alike=alike)
         if found is None:
             continue
-        same = [(i, k) for k, i in enumerate(range(len(rows))[few])]
+        same = [(i, k) for k, i in enumerate(range(len(samples))[few])]
         try:
             _compare(base, found, same, OTHER_BATCH, HOW_MANY)
         except FastclipError:  # or as a mean of all of them
-            found.scale(len(same) / len(rows))
+            found.scale(len(same) / len(samples))
             _compare(base, found, same, OTHER_BATCH, HOW_MANY)
 
 
@@ -369,17 +373,21 @@ def _spreads() -> BatchSizeError:
     )
 
 
-def _batches(rows: list[int]) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
-    """Rows in which half of them are kept, and the others are copies of one that is, or move on."""
-    bits = max(1, (len(rows) - 1).bit_length())
+def _batches(samples: list[int]) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
+    """Samples in which half of them are kept, and the others are copies of one that is, or move on."""
+    bits = max(1, (len(samples) - 1).bit_length())
     for bit in range(bits):
         for side in (0, 1):
-            kept = [i for i in range(len(rows)) if (i >> bit) & 1 == side]
-            if side:  # the last that is kept before it: rows that are sorted stay so
-                last = [max((k for k in kept if k <= i), default=kept[0]) for i in range(len(rows))]
-                others = [rows[k] for k in last]
+            kept = [i for i in range(len(samples)) if (i >> bit) & 1 == side]
+            if side:  # the last that is kept before it: samples that are sorted stay so
+                last = [
+                    max((k for k in kept if k <= i), default=kept[0]) for i in range(len(samples))
+                ]
+                others = [samples[k] for k in last]
             else:
-                others = [rows[i if i in kept else (i + 1) % len(rows)] for i in range(len(rows))]
+                others = [
+                    samples[i if i in kept else (i + 1) % len(samples)] for i in range(len(samples))
+                ]
             yield [(i, i) for i in kept], others
 
 
@@ -438,18 +446,20 @@ def _agree(
         return True
     if not moved or a.is_complex():
         return False
-    rows = _rows_in_order(one), _rows_in_order(other)  # far faster than all numbers
-    return _are_near(*rows, allowed, noise) or _are_near(a.sort()[0], b.sort()[0], allowed, noise)
+    samples = _rows_in_order(one), _rows_in_order(other)  # far faster than all numbers
+    return _are_near(*samples, allowed, noise) or _are_near(
+        a.sort()[0], b.sort()[0], allowed, noise
+    )
 
 
 def _rows_in_order(given: list[Tensor]) -> Tensor:
-    """The numbers, of rows of one length in an order that follows from what is in them."""
+    """The numbers, of samples of one length in an order that follows from what is in them."""
     each = [x.reshape(len(x) if x.dim() > 1 else x.numel(), -1) for x in given if x.numel()]
     if len({x.shape[1] for x in each}) != 1:
         return torch.cat([x.reshape(-1) for x in given])
-    rows = torch.cat(each)
-    weights = normal(rows[:1].reshape(-1), 2)
-    return rows[(rows.to(torch.float64) @ weights.to(torch.float64)).argsort()].reshape(-1)
+    samples = torch.cat(each)
+    weights = normal(samples[:1].reshape(-1), 2)
+    return samples[(samples.to(torch.float64) @ weights.to(torch.float64)).argsort()].reshape(-1)
 
 
 def _are_near(a: Tensor, b: Tensor, allowed: Any, noise: float) -> bool:
@@ -547,7 +557,7 @@ def _others(run: Asked, first: int) -> list[tuple[Asked, int, bool | float]]:
 
 
 def unmasked(x: Any, axis: int) -> Any:
-    """An input's rows as they are; instead of a mask, one that hides nothing."""
+    """An input's samples as they are; instead of a mask, one that hides nothing."""
     del axis
     if not isinstance(x, Tensor) or x.dim() < 2 or x.is_floating_point() or x.is_complex():
         return x

@@ -16,7 +16,7 @@ from fastclip.errors import GraphError
 class BatchAxis:
     """Sample i holds the entries `outer * B * inner`-wise at o * B * inner + i * inner + k of `axis`.
 
-    Windows, heads and [B * T, d] have outer 1; time-major rows [T * B, d] have inner 1; a plain batch
+    Windows, heads and [B * T, d] have outer 1; time-major samples [T * B, d] have inner 1; a plain batch
     has both 1.
     """
 
@@ -60,7 +60,7 @@ class BatchAxis:
         """Whether `x` can hold so many samples here."""
         return x.dim() > self.axis and self.fold(x.shape[self.axis], batch) is not None
 
-    def rows(self, x: Tensor, batch: int) -> Tensor:
+    def samples(self, x: Tensor, batch: int) -> Tensor:
         """`x` with its samples along axis 0: [b, *others], or [b, outer * inner, *others] if folded."""
         if self.plain:
             return x.movedim(self.axis, 0) if self.axis else x
@@ -75,7 +75,7 @@ class BatchAxis:
         """The same fold of another axis."""
         return self if axis == self.axis else BatchAxis(axis, self.outer, self.inner)
 
-    def owners(self, size: int, batch: int, device: torch.device) -> Tensor:
+    def sample_of_entry(self, size: int, batch: int, device: torch.device) -> Tensor:
         """The sample of every entry of the axis, int64 [size]."""
         found = self.fold(size, batch)
         assert found is not None
@@ -83,7 +83,7 @@ class BatchAxis:
         return entries.div(found[1], rounding_mode="floor").remainder(max(batch, 1))
 
 
-def places(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[BatchAxis]:
+def batch_axes(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[BatchAxis]:
     """Where `batch` samples may be in a tensor of this shape, the plainest first."""
     for axis in axes:
         size = shape[axis]
@@ -124,7 +124,7 @@ def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:
 
 
 def check_rows(running: Iterable[Any], layouts: Mapping[str, Any], path: Hashable | None) -> None:
-    """Refuse a private layer that such a method reaches itself; what it calls with rows is looked at.
+    """Refuse a private layer that such a method reaches itself; what it calls with samples is looked at.
 
     Args:
         running: the calls, the outermost first. layouts: what is known of them, by their names; some
@@ -147,10 +147,10 @@ def check_rows(running: Iterable[Any], layouts: Mapping[str, Any], path: Hashabl
 
 
 VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far values of one row may differ, relative to the largest of the tensor: a kernel may add up in
-another order where another row is longer."""
+"""How far values of one sample may differ, relative to the largest of the tensor: a kernel may add up in
+another order where another sample is longer."""
 OTHER_BATCH = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""The same in batches of another size, or at another place: parts of a float64 model may compute in
+"""The same in batches of another size, or at another batch_axis: parts of a float64 model may compute in
 float32."""
 _MASKS, _BELOW = 1e4, 1e3
 """A mask writes numbers as large as that, beside which all others are so many times smaller."""

@@ -47,8 +47,8 @@ class Forward:
     """A backward pass has taken its contributions; a second one would clip each part alone."""
     layout: BatchLayout | None = None
     """What is known of the samples' places in this kind of call."""
-    row_order: Tensor | None = None
-    """Inside a packed recurrent layer: the sample of each row."""
+    sample_order: Tensor | None = None
+    """Inside a packed recurrent layer: the sample of each sample."""
     trains: bool = field(default_factory=torch.is_grad_enabled)
     """It builds a graph, though parts of it may not (reentrant checkpoints run without)."""
     lengths: Lengths | None = None
@@ -58,7 +58,7 @@ class Forward:
     cast: Any = None
     """The input that was cast last."""
     inside: list[tuple[str, Any]] = field(default_factory=list)
-    """The modules that run: their paths, and who follows the rows, should they be moved there."""
+    """The modules that run: their paths, and who follows the samples, should they be moved there."""
     reached: set[Hashable] = field(default_factory=set)
     """Layers and uses that it has passed."""
     inputs: Any = None
@@ -82,17 +82,17 @@ class Forward:
         layout, calls, batch = self.layout, self.turns[name], self.batch_size or 1
         assert layout is not None
         each, rest = divmod(calls, batch)
-        place = None if rest else layout.folds.find(name, each, self.lengths or ())
-        if place is None:
+        batch_axis = None if rest else layout.folds.find(name, each, self.lengths or ())
+        if batch_axis is None:
             raise BatchSizeError(
                 f"{label} runs {calls} times for {batch} samples, which is no order of their turns that "
                 "is known, so whose each call is cannot be told. Compute every sample in the same way."
             )
-        return number // place.inner % batch
+        return number // batch_axis.inner % batch
 
     @property
     def routings(self) -> list[tuple[str, Any]]:
-        """The modules among `inside` inside which rows are moved."""
+        """The modules among `inside` inside which samples are moved."""
         returns = () if self.layout is None else self.layout.returns
         return [entered for entered in self.inside if entered[0] in returns] if returns else []
 
@@ -138,7 +138,8 @@ class Calls:
     """What runs at the moment, and what is known of the samples' places in each kind of call.
 
     Args:
-        batch_axis: of the samples in the model's inputs. private: what is trained. drawn: rows in hand.
+        batch_axis: of the samples in the model's inputs. private: what is trained. drawn: samples
+        in hand.
     """
 
     def __init__(self, batch_axis: int, private: Mapping[nn.Parameter, str], drawn: Drawn) -> None:
@@ -206,9 +207,9 @@ class Calls:
         return torch.is_grad_enabled() and not (self.paused or self.shards)
 
     def due(self, layout: BatchLayout, called: Entered) -> bool:
-        """Whether a call must be run on a few rows before it is; to be asked once a call.
+        """Whether a call must be run on a few samples before it is; to be asked once a call.
 
-        Of a batch that has grown, where the model's forward is proven for any number of rows, it is
+        Of a batch that has grown, where the model's forward is proven for any number of samples, it is
         not: the step itself is traced, and its way followed, which say as it ends whether that was
         computed.
         """
@@ -280,7 +281,7 @@ class Calls:
         return called
 
     def returned(self, called: Entered, out: Any) -> Any:
-        """What a call returns; what of it couples rows takes no gradient."""
+        """What a call returns; what of it couples samples takes no gradient."""
         called.ran()
         self._check_path(called)
         layout = None if self.probe else self.layouts.get(called.name)
@@ -306,7 +307,7 @@ class Calls:
         return layout
 
     def look_again_at_all(self) -> None:
-        """Samples lie where no look has seen them: the next calls are looked at on all rows."""
+        """Samples lie where no look has seen them: the next calls are looked at on all samples."""
         for layout in self.layouts.values():
             layout.watch, layout.whole = None, True
 
@@ -317,18 +318,18 @@ class Calls:
     def look_again(self, layout: BatchLayout, forward: Forward, name: Hashable, x: Tensor) -> None:
         """A layer or use cannot hold the samples where they were: `x` shows it.
 
-        Lengths may have changed; or rows are moved, by their values, which other rows or parameters
-        that were stirred did not show.
+        Lengths may have changed; or samples are moved, by their values, which other samples or
+        parameters that were stirred did not show.
         """
         called = self._called(forward)
         if called is None or self.probe is not None:
             return
-        rows = forward.batch_size or 0
+        samples = forward.batch_size or 0
         for as_they_are in (False, True):
             self._learn_inside(layout, called, forward, name, as_they_are=as_they_are, whole=True)
             forward.lengths = layout.lengths(called.args, called.kwargs)
-            place = layout.place_of(name, x, rows, forward.lengths)
-            if place is not None or name not in layout.places or name in layout.open:
+            batch_axis = layout.place_of(name, x, samples, forward.lengths)
+            if batch_axis is not None or name not in layout.batch_axes or name in layout.open:
                 return
 
     def _called(self, forward: Forward) -> Entered | None:
@@ -371,7 +372,7 @@ class Calls:
             )
 
     def compare(self, called: Entered, mixes: object | None) -> None:
-        """The step itself does not prove what a traced run on few rows has: values must.
+        """The step itself does not prove what a traced run on few samples has: values must.
 
         Args:
             mixes: where it was seen to join samples.
@@ -396,8 +397,8 @@ class Calls:
         path, sizes = called.path, called.sizes
         if called.forward is None:
             return
-        layout, rows = self.layout_of(called.name), called.forward.batch_size or 0
-        grown = layout.has_grown(rows)
+        layout, samples = self.layout_of(called.name), called.forward.batch_size or 0
+        grown = layout.has_grown(samples)
         if path is None and not (called.compiles or grown):
             return
         known, traced = path is not None and layout.paths.knows(path, sizes), self.traced()
@@ -408,7 +409,7 @@ class Calls:
             self._learn_inside(layout, called, called.forward, None, whole=True)
             self.traces(called.name == FORWARD)
         elif grown:
-            layout.tried = rows
+            layout.tried = samples
         if path is not None:
             layout.paths.note(path, sizes, known=known)
 
@@ -416,7 +417,7 @@ class Calls:
         self, layout: BatchLayout, called: Entered, path: Hashable | None = None,
         *, whole: bool = False, as_they_are: bool = False, compare: bool = False,
     ) -> None:  # fmt: skip
-        """Run the call on a few of its rows; `path` is a layer that must be met.
+        """Run the call on a few of its samples; `path` is a layer that must be met.
 
         Args:
             whole: it is run on all of them, too. as_they_are: with parameters as they are.
@@ -457,14 +458,15 @@ class Calls:
 
 
 # -------------------------------------------------------------------------------------------------
-# Forward passes under one loss hold their samples in the same rows: the first ones are compared.
+# Forward passes under one loss hold their samples in the same samples: the first ones are compared.
 
 
 _COMPARED = 4
-"""Backward passes over several forward passes whose rows are compared: reading them waits for a GPU."""
+"""Backward passes over several forward passes whose samples are compared: reading them waits for
+a GPU."""
 
 _FEW = 4
-"""Whole numbers of a row below which rows are alike by accident: a letter, a category."""
+"""Whole numbers of a sample below which samples are alike by accident: a letter, a category."""
 
 
 _FEW_SHARED = (
@@ -476,12 +478,13 @@ _FEW_SHARED = (
 )
 
 
-class RowOrders:
-    """Refuses samples that enter one backward pass in two rows, where they would contribute 2 C.
+class SampleOrders:
+    """Refuses samples that enter one backward pass in two samples, where they would contribute 2 C.
 
     `criterion(model(x), y) + criterion(model(x[order]), y[order])` clips what two samples have given
-    to one row. Inputs are compared bit for bit. Where passes have few rows in common (two views of each
-    row, or rows of two sources), whoever trains is told once what is taken for granted.
+    to one sample. Inputs are compared bit for bit. Where passes have few samples in common (two
+    views of each sample, or samples of two sources), whoever trains is told once what is taken for
+    granted.
     """
 
     def __init__(self) -> None:
@@ -491,7 +494,7 @@ class RowOrders:
         """One backward pass has reached these forward passes; none may reach them again.
 
         Raises:
-            GraphError: two of them hold the same samples in other rows.
+            GraphError: two of them hold the same samples in other samples.
         """
         for forward in forwards:
             forward.finished = True
@@ -500,17 +503,23 @@ class RowOrders:
             several = (
                 not torch.cuda.is_current_stream_capturing()
             )  # what rehearsed it was looked at
-        seen = [rows for rows in map(_rows, forwards) if rows is not None] if several else []
-        for number, (kind, rows) in enumerate(seen):
+        seen = (
+            [samples for samples in map(_rows, forwards) if samples is not None] if several else []
+        )
+        for number, (kind, samples) in enumerate(seen):
             for other, before in seen[:number]:
-                if kind == other and (_moved(before, rows) or _moved(rows, before)):
+                if kind == other and (_moved(before, samples) or _moved(samples, before)):
                     raise GraphError(
                         "two forward passes under one loss hold the same samples in other rows "
                         "(such as model(x) and model(x[order])), so that a sample would contribute "
                         "up to twice what it is clipped to; each row of all forward passes under "
                         "one loss must be computed from one sample"
                     )
-                if kind == other and not self._told and 2 * len({*before} & {*rows}) < len({*rows}):
+                if (
+                    kind == other
+                    and not self._told
+                    and 2 * len({*before} & {*samples}) < len({*samples})
+                ):
                     self._told = True
                     say(_FEW_SHARED)
         self._left -= len(seen) > 1
@@ -521,7 +530,7 @@ class RowOrders:
 
 
 def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
-    """How a call was given its inputs, and for each row of them what tells it from others."""
+    """How a call was given its inputs, and for each sample of them what tells it from others."""
     size, layout = forward.batch_size or 0, forward.layout
     if forward.inputs is None or layout is None or size < 2:
         return None
@@ -536,21 +545,21 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or axis is None:
             continue
         if leaf.dim() > axis and leaf.shape[axis] == size:
-            rows = leaf.detach().movedim(axis, 0).cpu().reshape(size, -1).contiguous()
-            keys.append([row.tobytes() for row in rows.view(torch.uint8).numpy()])
-            told += _FEW if leaf.is_floating_point() else rows.shape[1]
+            samples = leaf.detach().movedim(axis, 0).cpu().reshape(size, -1).contiguous()
+            keys.append([sample.tobytes() for sample in samples.view(torch.uint8).numpy()])
+            told += _FEW if leaf.is_floating_point() else samples.shape[1]
     if told < _FEW:
         return None
-    return structure, [hash(row) for row in zip(*keys, strict=True)]
+    return structure, [hash(sample) for sample in zip(*keys, strict=True)]
 
 
 def _moved(distinct: list[int], others: list[int]) -> bool:
-    """Whether half of the `others`, two at the least, are rows that stand in other places.
+    """Whether half of the `others`, two at the least, are samples that stand in other places.
 
-    Rows that are not all distinct tell nothing: categories or empty texts are alike by accident.
+    Samples that are not all distinct tell nothing: categories or empty texts are alike by accident.
     """
-    places = {row: place for place, row in enumerate(distinct)}
+    places = {sample: place for place, sample in enumerate(distinct)}
     if len(places) < len(distinct) or len(distinct) != len(others):
         return False
-    moved = sum(places.get(row, place) != place for place, row in enumerate(others))
+    moved = sum(places.get(sample, place) != place for place, sample in enumerate(others))
     return moved >= 2 and 2 * moved >= len(others)

@@ -45,10 +45,10 @@ def parts_of(x: Tensor) -> list[Tensor]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Rows that come as a list, a tuple or an array of NumPy's: boxes of images, texts, lengths.
+# Samples that come as a list, a tuple or an array of NumPy's: boxes of images, texts, lengths.
 #
-# Such an input has one entry a row, of whatever kind, so it is cut by number, and its entries are
-# not taken apart. Which list has as many entries as there are rows by accident, runs on a few rows
+# Such an input has one entry a sample, of whatever kind, so it is cut by number, and its entries are
+# not taken apart. Which list has as many entries as there are samples by accident, runs on a few samples
 # tell.
 
 
@@ -68,8 +68,8 @@ def is_list(value: Any) -> bool:
     return type(value) in (list, tuple)
 
 
-def is_rows(value: Any) -> bool:
-    """Whether it can be cut by number; of lists those alone are leaves that hold rows, or data."""
+def is_batched(value: Any) -> bool:
+    """Whether it can be cut by number; of lists those alone are leaves that hold samples, or data."""
     return is_list(value) or is_array(value)
 
 
@@ -79,11 +79,11 @@ def is_data(value: Any) -> bool:
     return long and all(type(x) in _PLAIN for x in value)
 
 
-def take(value: Any, rows: list[int]) -> Any:
+def take(value: Any, samples: list[int]) -> Any:
     """These entries, each by itself: what the model changes in place is no other's."""
     if is_array(value):
-        return value[rows]
-    return type(value)(own(value[i]) for i in rows)
+        return value[samples]
+    return type(value)(own(value[i]) for i in samples)
 
 
 def join(first: Any, second: Any) -> Any:
@@ -99,7 +99,7 @@ def differ(value: Any, i: int, j: int) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two inputs, or two rows of one, hold the same."""
+    """Whether two inputs, or two samples of one, hold the same."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -139,14 +139,14 @@ def _less(value: Any) -> Any:
     return value - (value > 0)
 
 
-def _shorter(row: Any) -> Any:
-    if isinstance(row, bool):
+def _shorter(sample: Any) -> Any:
+    if isinstance(sample, bool):
         return False
-    if isinstance(row, int) or (isinstance(row, float) and row == 1.0):
-        return max(row - 1, 0)
-    if isinstance(row, (str, bytes)) or is_data(row):
-        return row[:-1]
-    leaves, structure = tree_flatten(row)
+    if isinstance(sample, int) or (isinstance(sample, float) and sample == 1.0):
+        return max(sample - 1, 0)
+    if isinstance(sample, (str, bytes)) or is_data(sample):
+        return sample[:-1]
+    leaves, structure = tree_flatten(sample)
     sizes = [len(x) for x in leaves if _is_long(x)]
     if not sizes:
         told = [_shorter(x) if isinstance(x, (int, str)) else x for x in leaves]
@@ -160,7 +160,7 @@ def _is_long(x: Any) -> bool:
     return is_array(x) or (isinstance(x, Tensor) and x.dim() > 0)
 
 
-def own(row: Any) -> Any:
+def own(sample: Any) -> Any:
     """A copy, of whose tensors and lists none is another's."""
 
     def of_leaf(leaf: Any) -> Any:
@@ -175,7 +175,7 @@ def own(row: Any) -> Any:
         vars(twin).update({n: own(x) for n, x in held.items()})
         return twin
 
-    return tree_map(of_leaf, row)
+    return tree_map(of_leaf, sample)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def own(row: Any) -> Any:
 _DEEPEST_OBJECT, _LONGEST = 5, 64
 """Objects and containers inside an object are looked into so far."""
 _OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
-"""Whose objects hold no rows, or are no one's to take apart."""
+"""Whose objects hold no samples, or are no one's to take apart."""
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
@@ -238,7 +238,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _holds(value: Any, depth: int) -> bool:
-    """Whether there may be rows in it."""
+    """Whether there may be samples in it."""
     if isinstance(value, (Tensor, PackedSequence)) or is_array(value):
         return True
     if depth > _DEEPEST_OBJECT or isinstance(value, nn.Module):
@@ -261,7 +261,7 @@ Way = tuple[TreeSpec, tuple[type, ...]]
 Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
 Drawn = Callable[[], Collection[int]]
-"""Gives the numbers of rows that the data loader may have drawn; none where that is not known."""
+"""Gives the numbers of samples that the data loader may have drawn; none where that is not known."""
 _LEAVES = frozenset((Tensor, nn.Parameter, bool, int, float, str, type(None)))
 _LEAF = tree_flatten(None)[1]
 _STRUCTURES: dict[tuple, TreeSpec] = {}
@@ -355,12 +355,12 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def flatten_inputs(
-    args: tuple, kwargs: dict, rows: int | None = None
+    args: tuple, kwargs: dict, samples: int | None = None
 ) -> tuple[list[Any], TreeSpec]:
     """The same of a call's inputs, in which a list of data is one leaf.
 
     Args:
-        rows: a list of as many entries is one, too: it holds a row in each.
+        samples: a list of as many entries is one, too: it holds a sample in each.
     """
 
     def leaves_of(value: Any) -> Callable[[Any], bool]:
@@ -369,7 +369,7 @@ def flatten_inputs(
             _is_packed(node)
             or (
                 is_list(node)
-                and ((len(node) == rows and not any(node is x for x in outer)) or is_data(node))
+                and ((len(node) == samples and not any(node is x for x in outer)) or is_data(node))
             )
         )
 
@@ -394,8 +394,8 @@ def _may_hold_lists(args: tuple, kwargs: dict) -> bool:
 def readings(
     args: tuple, kwargs: dict, axis: int, drawn: Drawn = tuple
 ) -> Iterator[tuple[list[Any], TreeSpec, int | None]]:
-    """The inputs flattened, the likeliest way first, with the number of rows that it is for, if it is
-    for one: a list of as many entries holds a row in each, or is taken apart like any other.
+    """The inputs flattened, the likeliest way first, with the number of samples that it is for, if it is
+    for one: a list of as many entries holds a sample in each, or is taken apart like any other.
 
     Args:
         drawn: these numbers come first.
@@ -442,16 +442,16 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def is_dense(leaf: Any) -> bool:
-    """A tensor of which rows can be taken: it is neither sparse nor nested."""
+    """A tensor of which samples can be taken: it is neither sparse nor nested."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
 def rows_of(leaf: Any, axis: int) -> int | None:
     """Number of samples in one input if they lie along `axis`; None where it has no such axis.
 
-    A list of rows has them in its entries, whatever the axis of tensors.
+    A list of samples has them in its entries, whatever the axis of tensors.
     """
-    if is_rows(leaf):
+    if is_batched(leaf):
         return len(leaf)
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
@@ -475,7 +475,7 @@ def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
             elif not outer and not node:
                 without.append(0)
             return not outer and is_data(node)
-        if not is_rows(node) and (size := rows_of(node, axis)) is not None:
+        if not is_batched(node) and (size := rows_of(node, axis)) is not None:
             sizes.append(size)
         return _is_packed(node)
 
@@ -499,7 +499,7 @@ def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[
             options = [
                 [
                     axis
-                    for axis in (axes[:1] if is_rows(leaf) else axes)
+                    for axis in (axes[:1] if is_batched(leaf) else axes)
                     if rows_of(leaf, axis) == size
                 ]
                 for leaf in leaves
@@ -509,26 +509,26 @@ def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[
                     yield cuts
 
 
-def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
-    """These rows of an input along `axis`; zeros where it has none."""
-    if is_rows(leaf):
-        return take(leaf, rows)
+def take_samples(leaf: Any, axis: int, samples: list[int]) -> Any:
+    """These samples of an input along `axis`; zeros where it has none."""
+    if is_batched(leaf):
+        return take(leaf, samples)
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf)
-        index = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        index = torch.tensor(samples, dtype=torch.int64, device="cpu")
         return pack_padded_sequence(
             padded[:, index.to(padded.device)], lengths[index], enforce_sorted=False
         )
     if not leaf.shape[axis]:
         shape = list(leaf.shape)
-        shape[axis] = len(rows)
+        shape[axis] = len(samples)
         return leaf.new_zeros(shape)
-    return leaf.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=leaf.device))
+    return leaf.index_select(axis, torch.tensor(samples, dtype=torch.int64, device=leaf.device))
 
 
-def join_rows(first: Any, second: Any, axis: int) -> Any:
-    """The rows of one input, then those of the other."""
-    if is_rows(first):
+def join_samples(first: Any, second: Any, axis: int) -> Any:
+    """The samples of one input, then those of the other."""
+    if is_batched(first):
         return join(first, second)
     if not isinstance(first, PackedSequence):
         return torch.cat([first, second], axis)
@@ -539,14 +539,14 @@ def join_rows(first: Any, second: Any, axis: int) -> Any:
     return pack_padded_sequence(padded, torch.cat([n, m]), enforce_sorted=False)
 
 
-def rows_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
-    """Whether two rows of these inputs, each cut along its axis, are not the same."""
+def samples_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
+    """Whether two samples of these inputs, each cut along its axis, are not the same."""
     for leaf, axis in cut:
-        if is_rows(leaf):
+        if is_batched(leaf):
             if differ(leaf, i, j):
                 return True
             continue
-        one, other = (take_rows(leaf, axis, [n]) for n in (i, j))
+        one, other = (take_samples(leaf, axis, [n]) for n in (i, j))
         if isinstance(leaf, PackedSequence):
             one, other = one.data, other.data
         if one.shape != other.shape or not torch.equal(one, other):
@@ -554,10 +554,10 @@ def rows_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
     return False
 
 
-def another_row(rows: Any, axis: int) -> Any:
-    """A row [1 along axis] with the first one's values in another order, so that it is as valid."""
-    first = take_rows(rows, axis, [0])
-    if isinstance(first, PackedSequence) or is_rows(first):
+def another_sample(samples: Any, axis: int) -> Any:
+    """A sample [1 along axis] with the first one's values in another order, so that it is as valid."""
+    first = take_samples(samples, axis, [0])
+    if isinstance(first, PackedSequence) or is_batched(first):
         return first
     other = first.flip([d for d in range(first.dim()) if d != axis])
     if first.is_floating_point() and torch.equal(other, first):
@@ -567,36 +567,37 @@ def another_row(rows: Any, axis: int) -> Any:
 
 
 def own_axis(name: str, cuts: Cuts) -> int:
-    """Of an input of the model, by its name, or of a layer that counts its rows itself."""
+    """Of an input of the model, by its name, or of a layer that counts its samples itself."""
     number = name.removeprefix(INPUT)
     return (cuts[int(number)] or 0) if name != number else 0
 
 
 # -------------------------------------------------------------------------------------------------
-# Lists with an entry for each row that was drawn, where something else may be taken for the
+# Lists with an entry for each sample that was drawn, where something else may be taken for the
 # samples.
 
 
 _FEW = 4
-"""Arguments of a call, or entries of a dictionary, that are no rows, however many were drawn."""
+"""Arguments of a call, or entries of a dictionary, that are no samples, however many were drawn."""
 
 
 def check_drawn(
-    args: tuple, kwargs: dict, rows: int | None, drawn: Callable[[], Collection[int]]
+    args: tuple, kwargs: dict, samples: int | None, drawn: Callable[[], Collection[int]]
 ) -> int | None:
-    """`rows` again; refuses a call in which rows of what lies in such a list are taken for the samples.
+    """`samples` again; refuses a call in which samples of what lies in such a list are taken for
+    the samples.
 
     Args:
-        rows: taken for samples. drawn: gives the numbers of rows that the loader may have drawn.
+        samples: taken for samples. drawn: gives the numbers of samples that the loader may have drawn.
 
     Raises:
         BatchSizeError: naming the list, and the ways out.
     """
     if all(isinstance(x, Tensor) for x in (*args, *kwargs.values())) and len(args) <= _FEW:
-        return rows
+        return samples
     numbers = drawn()
-    if rows in numbers or not numbers:
-        return rows
+    if samples in numbers or not numbers:
+        return samples
     given: dict[str, Any] = {"arguments": args}
     given |= {f"input {i}": x for i, x in enumerate(args)} | kwargs
     for name, value in given.items():
@@ -604,30 +605,30 @@ def check_drawn(
             if length in numbers:
                 raise BatchSizeError(
                     f"{name}: the data loader drew {length} rows, as many as this {kind} has entries; "
-                    f"but the model computes by {rows} rows of the tensors in it, which would be "
+                    f"but the model computes by {samples} rows of the tensors in it, which would be "
                     "clipped as samples; pad and stack the entries to one tensor with a row for each "
                     "row that was drawn, or let the model compute each entry by itself"
                 )
-    return rows
+    return samples
 
 
-def unclear(entries: int, rows: int) -> BatchSizeError:
-    """The refusal of a list whose entries may be samples, as may the rows of the tensors in it."""
+def unclear(entries: int, samples: int) -> BatchSizeError:
+    """The refusal of a list whose entries may be samples, as may the samples of the tensors in it."""
     return BatchSizeError(
-        f"the model's input is a list of {entries} entries whose tensors have {rows} rows, and it "
+        f"the model's input is a list of {entries} entries whose tensors have {samples} rows, and it "
         "runs with fewer of either, so which of them are samples cannot be told; stack (pad) the "
         "entries to one tensor with its samples along the batch axis, or pass each as an argument"
     )
 
 
 def tells(outputs: list[Any]) -> bool:
-    """Whether outputs of 2 and of 3 rows may be of so many samples, wherever these lie in them."""
+    """Whether outputs of 2 and of 3 samples may be of so many samples, wherever these lie in them."""
     shapes = [[tuple(x.shape) for x in tensors_of(out)] for out in outputs]
     return bool(shapes) and (shapes[0] != shapes[-1] or not any(shapes[0]))
 
 
 def in_lists(error: BatchSizeError) -> BatchSizeError:
-    """The same refusal, of a model whose rows come in lists of tensors alone."""
+    """The same refusal, of a model whose samples come in lists of tensors alone."""
     return BatchSizeError(
         f"{error} (the samples are the entries of a list, which may be of unlike lengths: pad and stack "
         "them to one tensor with a row for each sample, or pool each entry by itself)"

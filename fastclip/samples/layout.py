@@ -27,8 +27,8 @@ from fastclip.samples.inputs import (
     batch_sizes_of,
     check_drawn,
     is_array,
+    is_batched,
     is_list,
-    is_rows,
     parts_of,
     readings,
     rows_of,
@@ -40,7 +40,7 @@ from fastclip.samples.state import tables_of
 from fastclip.trace.operation import tensors_in
 
 # -------------------------------------------------------------------------------------------------
-# Inputs without rows: what stays the same in every call says nothing of one batch, whatever it is.
+# Inputs without samples: what stays the same in every call says nothing of one batch, whatever it is.
 #
 # A graph, a grid, a mask of positions have no samples, and are not cut for a look. Nor are the
 # boxes of all images one under another, of which a model may take the mean: every look would find
@@ -84,7 +84,7 @@ class _Kept:
 
 
 class SharedInputs:
-    """The inputs without rows of one kind of call, by the lengths of the others.
+    """The inputs without samples of one kind of call, by the lengths of the others.
 
     No Snapshot: in every call they may be other tensors, whose numbers must be the same.
     """
@@ -96,7 +96,7 @@ class SharedInputs:
     def check(self, leaves: list[Any], way: Way, cuts: Cuts) -> None:
         """Hold the inputs that are not cut against those of earlier calls; to be asked once a call.
 
-        Those of other lengths (masks and positions of longer rows) are others.
+        Those of other lengths (masks and positions of longer samples) are others.
 
         Raises:
             BatchSizeError: one has changed.
@@ -128,7 +128,7 @@ class SharedInputs:
 
 def _holds(value: Any) -> bool:
     """Whether it may hold numbers of samples: several, which no optimizer changes."""
-    if isinstance(value, PackedSequence) or is_rows(value):
+    if isinstance(value, PackedSequence) or is_batched(value):
         return not is_array(value) or value.size > 1
     if type(value) is not Tensor or isinstance(value, nn.Parameter):
         return False
@@ -152,11 +152,11 @@ def _changed(number: int, value: Any) -> BatchSizeError:
 # -------------------------------------------------------------------------------------------------
 # Samples that are folded with other dimensions, by the lengths of the model's inputs.
 #
-# In [b * n, d] sample i has n entries in a row, in [n * b, d] every b-th: no shape tells which. Nor
+# In [b * n, d] sample i has n neighboring entries, in [n * b, d] every b-th: no shape tells which. Nor
 # does one look tell it of other lengths, with which a dimension that was of one entry may have
 # grown on the samples' other side. But dimensions do not shrink where lengths grow: what is of one
-# entry in longer rows is so in shorter ones; and it is not two where there are less than twice as
-# many entries a sample as in shorter rows, since those within have not become fewer.
+# entry in longer samples is so in shorter ones; and it is not two where there are less than twice as
+# many entries per sample as in shorter ones, since those within have not become fewer.
 
 
 _Seen = dict[Lengths, dict[int, BatchAxis]]
@@ -198,7 +198,7 @@ class Folds:
         }
 
     def note(
-        self, name: Hashable, place: BatchAxis, known: Iterable[int], lengths: Lengths
+        self, name: Hashable, batch_axis: BatchAxis, known: Iterable[int], lengths: Lengths
     ) -> None:
         """A sample had so many entries there, with inputs of these lengths.
 
@@ -207,10 +207,10 @@ class Folds:
         """
         seen = self._seen.setdefault(name, {})
         for each in known:
-            folded = place.fold(2 * each, 2)
+            folded = batch_axis.fold(2 * each, 2)
             if folded is None:
                 continue
-            found = BatchAxis(place.axis, *folded)
+            found = BatchAxis(batch_axis.axis, *folded)
             told = self.find(name, each, lengths)
             if told not in (None, found) or not all(map(found.like, _places(seen))):
                 raise BatchSizeError(
@@ -232,9 +232,9 @@ class Folds:
 
 
 def _between(seen: _Seen, each: int, lengths: Lengths) -> BatchAxis | None:
-    """What rows of other lengths tell: all of them had their samples outermost, or all innermost."""
-    folded = [place for place in _places(seen) if not place.plain]
-    orders = {place.order for place in folded}
+    """What samples of other lengths tell: all of them had their samples outermost, or all innermost."""
+    folded = [batch_axis for batch_axis in _places(seen) if not batch_axis.plain]
+    orders = {batch_axis.order for batch_axis in folded}
     if orders not in ({1}, {-1}):
         return None
     for others, known in seen.items():
@@ -247,7 +247,7 @@ def _between(seen: _Seen, each: int, lengths: Lengths) -> BatchAxis | None:
 
 
 def _places(seen: _Seen) -> Iterator[BatchAxis]:
-    return (place for folds in seen.values() for place in folds.values())
+    return (batch_axis for folds in seen.values() for batch_axis in folds.values())
 
 
 def _reach(longer: Lengths, shorter: Lengths) -> bool:
@@ -264,7 +264,7 @@ def _reach(longer: Lengths, shorter: Lengths) -> bool:
 # numbers.
 #
 # So graph networks are called with numbers of nodes, whose features lie in a buffer: these follow
-# from nobody's row of the batch, and may be the private data. A table of frozen weights of which
+# from no sample of the batch, and may be the private data. A table of frozen weights of which
 # samples choose before anything is trained on them is none such, nor are weights that are
 # multiplied entry by entry.
 
@@ -314,7 +314,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 MANY = 512
-"""Rows of the largest batch that is run whole for a look."""
+"""Samples of the largest batch that is run whole for a look."""
 
 
 @dataclass
@@ -322,9 +322,9 @@ class Guards:
     """What later calls are held to, whose inputs come in one way: outputs, by their number."""
 
     mixed: dict[int, int] = field(default_factory=dict)
-    """Those that couple rows, and must not be part of a loss: dimensions."""
+    """Those that couple samples, and must not be part of a loss: dimensions."""
     spreading: dict[int, int] = field(default_factory=dict)
-    """Those behind which NaN in one row's gradient would reach others: axes."""
+    """Those behind which NaN in one sample's gradient would reach others: axes."""
     outlets: set[Any] = field(default_factory=set)
     """Where looks have seen tensors that a call returns: samples.outlets."""
     rare: set[Any] = field(default_factory=set)
@@ -352,15 +352,15 @@ class BatchLayout:
         self.lenient = False
         """Python may make other constants of its numbers alongside each sample."""
         self.whole = False
-        """Looks are at as many rows as there are."""
+        """Looks are at as many samples as there are."""
         self.asked = False
         """Python has asked yes-or-no questions of the batch in that run, which had no effect."""
         self.drives = False
         """The method trains by itself, so it is not run for a look."""
         self.compared = 0
-        """Number of distinct rows that were held against each other."""
+        """Number of distinct samples that were held against each other."""
         self.tried = 0
-        """Rows of the largest batch from which distinct rows were taken."""
+        """Samples of the largest batch from which distinct samples were taken."""
         self.watch: Watch | None = None
         """The state in which the model was looked at."""
         self.told_by: list[tuple[int, Way]] = []
@@ -393,24 +393,25 @@ class BatchLayout:
         """Layers and uses that a probe has seen."""
         self.counting: set[str] = set()
         """Layers among them that count their samples themselves."""
-        self.places: dict[Hashable, BatchAxis] = {}
+        self.batch_axes: dict[Hashable, BatchAxis] = {}
         """Where the samples are, by a layer's path or the key of a use."""
         self.folds = Folds()
         """The same for what is folded."""
         self.open: set[str] = set()
-        """Layers without rules: their input has no samples, or rows that the model has moved."""
+        """Layers without rules: their input has no samples, or samples that the model has moved."""
         self.moved: dict[Hashable, None] = {}
-        """Layers and uses whose rows have no one place: data put them somewhere, or calls differ."""
+        """Layers and uses whose samples have no one place: data put them somewhere, or
+        calls differ."""
         self.turns: set[Hashable] = set()
         """Uses that are made for one sample after the other; `folds` says in which order, by lengths."""
         self.uses: dict[Hashable, bool] = {}
         """Calls of functions with parameters: True: with a batch; False: with constants alone."""
         self.routers: dict[Hashable, set[str]] = {}
-        """For uses whose rows are moved: the modules from which they come out in their places."""
+        """For uses whose samples are moved: the modules from which they come out in their places."""
         self.returns: dict[str, dict[int, BatchAxis]] = {}
         """For these modules: where the samples are in what they return."""
         self.astray: set[str] = set()
-        """Modules that have returned rows in other places: they route nothing."""
+        """Modules that have returned samples in other places: they route nothing."""
         self.users: set[str] = set()
         """Modules inside which parameters are used by themselves."""
         self.proxied: set[nn.Parameter] = set()
@@ -430,8 +431,8 @@ class BatchLayout:
             self._aside.check(given.leaves, given.way, cuts)
         for number, known in self.told_by:
             if given.way == known:
-                rows = rows_of(given.leaves[number], self.axis)
-                return check_drawn(args, kwargs, rows, self.drawn) if begins else rows
+                samples = rows_of(given.leaves[number], self.axis)
+                return check_drawn(args, kwargs, samples, self.drawn) if begins else samples
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
 
     def read(self, args: tuple, kwargs: dict) -> Reading:
@@ -484,16 +485,16 @@ class BatchLayout:
 
     def settle(self) -> None:
         """Layers that were seen only where nothing could tell their samples have not been met."""
-        told = self.places.keys() | self.open | self.counting | self.turns
+        told = self.batch_axes.keys() | self.open | self.counting | self.turns
         self.met = {name for name in self.met if name in told or not isinstance(name, str)}
 
     def facts(self) -> set[tuple[Hashable, Hashable]]:
         """What calls rely on: layers and uses, each with what is known of it, whatever lengths are."""
-        places = {(n, p.axis) for n, p in self.places.items() if n not in self.open}
-        return {*places, *self.folds.facts(), *self.uses.items()}
+        batch_axes = {(n, p.axis) for n, p in self.batch_axes.items() if n not in self.open}
+        return {*batch_axes, *self.folds.facts(), *self.uses.items()}
 
     def lost(self, paths: Iterable[str]) -> None:
-        """These modules have been seen to return rows in other places."""
+        """These modules have been seen to return samples in other places."""
         self.version += 1
         self.astray.update(paths)
         self.returns = {p: found for p, found in self.returns.items() if p not in self.astray}
@@ -504,7 +505,7 @@ class BatchLayout:
         return name in self.met or (self.known and self.flat)
 
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
-        """Whether the model must be run on a few rows before this call; to be asked once a call.
+        """Whether the model must be run on a few samples before this call; to be asked once a call.
 
         At the first one, and where it has changed its state or is called in another way.
         """
@@ -519,13 +520,13 @@ class BatchLayout:
             return not all(self.folds.has(name, lengths) for name in self.turns)
         return False
 
-    def has_grown(self, rows: int) -> bool:
-        """So many rows are more than twice as many as any batch had that was looked at."""
-        return self.known and not self.flat and rows > 2 * self.tried and self.tried < MANY
+    def has_grown(self, samples: int) -> bool:
+        """So many samples are more than twice as many as any batch had that was looked at."""
+        return self.known and not self.flat and samples > 2 * self.tried and self.tried < MANY
 
     @property
     def holds_for_any(self) -> bool:
-        """Traced runs of several numbers of rows were the same, which is the proof for any number."""
+        """Traced runs of several numbers of samples were the same, which is the proof for any number."""
         return self.proven and self.tried > 1 and not (self.by_values or self.lenient)
 
     def entries_of(self, args: tuple, kwargs: dict) -> set[Hashable]:
@@ -550,15 +551,15 @@ class BatchLayout:
         self, name: Hashable, x: Tensor, batch: int, lengths: Lengths | None
     ) -> BatchAxis | None:
         """Where the samples are in `x`, of a layer or use that was met; None if that is not known."""
-        place = self.places.get(name)
-        if place is None or x.dim() <= place.axis:
+        batch_axis = self.batch_axes.get(name)
+        if batch_axis is None or x.dim() <= batch_axis.axis:
             return None
-        size = x.shape[place.axis]
-        if place.plain:
+        size = x.shape[batch_axis.axis]
+        if batch_axis.plain:
             if size == batch:
-                return place
+                return batch_axis
         elif not batch:
-            return place if not size else None
+            return batch_axis if not size else None
         if lengths is None or not batch or size % batch:
             return None
         return self.folds.find(name, size // batch, lengths)
@@ -576,28 +577,30 @@ class BatchLayout:
         Raises:
             BatchSizeError: `x` cannot hold the samples.
         """
-        place = None
-        if batch is None or fixed is not None or path not in self.places:
-            place = self.places.get(path) or BatchAxis(self.axis if fixed is None else fixed)
+        batch_axis = None
+        if batch is None or fixed is not None or path not in self.batch_axes:
+            batch_axis = self.batch_axes.get(path) or BatchAxis(
+                self.axis if fixed is None else fixed
+            )
         if batch is not None:
             found = self.place_of(path, x, batch, lengths)
-            place = found if path in self.places else place
-            if place is None or not place.fits(x, batch):
-                axis = self.places[path].axis if path in self.places else self.axis
+            batch_axis = found if path in self.batch_axes else batch_axis
+            if batch_axis is None or not batch_axis.fits(x, batch):
+                axis = self.batch_axes[path].axis if path in self.batch_axes else self.axis
                 raise BatchSizeError(
                     f"{where(path)}: expected {batch} rows along axis {axis}, as in the model's input, "
                     f"got shape {list(x.shape)}; layers must see the samples that the model was given"
                 )
-        assert place is not None
-        if fixed is not None and place.axis != fixed:
+        assert batch_axis is not None
+        if fixed is not None and batch_axis.axis != fixed:
             raise BatchSizeError(
                 f"{where(path)}: this layer takes its samples along axis {fixed}, but in this model "
-                f"they lie along axis {place.axis} of its input of shape {list(x.shape)}; move the "
+                f"they lie along axis {batch_axis.axis} of its input of shape {list(x.shape)}; move the "
                 "batch first"
             )
-        if x.dim() <= place.axis:
+        if x.dim() <= batch_axis.axis:
             raise BatchSizeError(
-                f"{where(path)}: expected an input with samples along axis {place.axis}, got shape "
+                f"{where(path)}: expected an input with samples along axis {batch_axis.axis}, got shape "
                 f"{list(x.shape)}"
             )
-        return place
+        return batch_axis

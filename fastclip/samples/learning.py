@@ -1,6 +1,6 @@
 """What a call must show before it contributes: where its samples are, and that they are independent.
 
-Its inputs are cut to few rows, in the likeliest way first, and run under a tracer
+Its inputs are cut to few samples, in the likeliest way first, and run under a tracer
 (fastclip.samples.rehearsal); what a trace leaves open, values say (fastclip.samples.agreement).
 """
 
@@ -31,11 +31,11 @@ from fastclip.samples.inputs import (
 )
 from fastclip.samples.layout import BatchLayout, say_chosen
 from fastclip.samples.probing import Probe, Runs, coupled, described, is_foreign
-from fastclip.samples.rehearsal import NoRows, Rehearsal
+from fastclip.samples.rehearsal import NoSamples, Rehearsal
 from fastclip.samples.settings import Watch
 
 # -------------------------------------------------------------------------------------------------
-# Inputs that a way of cutting a call leaves out, though they have as many rows as there are
+# Inputs that a way of cutting a call leaves out, though they have as many samples as there are
 # samples.
 
 
@@ -46,13 +46,13 @@ _MOST_WIDER = 4
 
 
 class LeftOut:
-    """Wider ways of cutting a call's inputs, with which the model fails on few rows.
+    """Wider ways of cutting a call's inputs, with which the model fails on few samples.
 
-    Cut without an input of the samples' own, a model would return rows, and that input would pass for
+    Cut without an input of the samples' own, a model would return samples, and that input would pass for
     the same for all samples.
 
     Args:
-        probe_of: makes a probe of so many rows, of inputs that are cut in a way.
+        probe_of: makes a probe of so many samples, of inputs that are cut in a way.
     """
 
     def __init__(self, run: Runs, probe_of: Callable[[Cuts, int], Probe]) -> None:
@@ -65,11 +65,12 @@ class LeftOut:
         return self._of_data(cuts) != cuts
 
     def fails(self, cuts: Cuts, error: str) -> None:
-        """The model does not run on few rows, cut this way."""
+        """The model does not run on few samples, cut this way."""
         self._failed.append((self._run.way, cuts, error))
 
     def check(self, cuts: Cuts) -> None:
-        """This way leaves out no rows that a wider one has, with which the model runs on more rows.
+        """This way leaves out no samples that a wider one has, with which the model runs on more
+        samples.
 
         Raises:
             BatchSizeError: naming the first input that it leaves out.
@@ -82,9 +83,9 @@ class LeftOut:
             if any(a not in (None, b) for a, b in pairs):
                 continue
             left = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-            if left is not None and (rows := self._runs_with(wider)) is not None:
+            if left is not None and (samples := self._runs_with(wider)) is not None:
                 raise BatchSizeError(
-                    f"{INPUT}{left} has a row for each sample, too, for the model runs with {rows} "
+                    f"{INPUT}{left} has a row for each sample, too, for the model runs with {samples} "
                     f"rows of each, but not with 2 and 3{error}, so whether it couples them cannot be "
                     "told; let it take any number of rows, and return what it makes of each row "
                     f"alone, or, if {INPUT}{left} is the same for all samples, make it a buffer of "
@@ -92,23 +93,23 @@ class LeftOut:
                 )
 
     def _runs_with(self, cuts: Cuts) -> int | None:
-        """A number of rows, fewer than the batch has, with which the model runs, cut this way."""
+        """A number of samples, fewer than the batch has, with which the model runs, cut this way."""
         batch = self._run.rows(cuts)
-        for rows in dict.fromkeys((batch - 1, batch - 2, batch // 2)):
-            if rows <= _FEW:
+        for samples in dict.fromkeys((batch - 1, batch - 2, batch // 2)):
+            if samples <= _FEW:
                 continue
-            places = list(range(rows))
+            places = list(range(samples))
             self._run.cut(cuts, places)
             try:
-                self._run.once(self._probe_of(cuts, rows), places)
-                return rows
+                self._run.once(self._probe_of(cuts, samples), places)
+                return samples
             except Exception as error:
                 if no_memory(error):
                     raise
         return None
 
     def _of_data(self, cuts: Cuts) -> Cuts:
-        """Without what is the model's own, given back to it as an input: no row of the batch."""
+        """Without what is the model's own, given back to it as an input: no sample of the batch."""
         leaves = self._run.leaves
         return tuple(None if id(x) in self._own else a for x, a in zip(leaves, cuts, strict=True))
 
@@ -118,21 +119,22 @@ class LeftOut:
         Raises:
             BatchSizeError: it does, and which of them are samples cannot be told.
         """
-        run, way, rows = self._run, self._run.way, self._run.rows(cuts)
+        run, way, samples = self._run, self._run.way, self._run.rows(cuts)
         likely, sizes = run.drawn(), {0}
         try:
             for others in run.ways(layout.axis, layout.cuts, MOST_CUTS):
                 size = run.rows(others)
-                if run.way == way or size in sizes or (size in likely) != (rows in likely):
+                if run.way == way or size in sizes or (size in likely) != (samples in likely):
                     continue
                 sizes.add(size)
                 if tells(self._outputs(others)):
-                    raise unclear(rows, size)
+                    raise unclear(samples, size)
         finally:
             run.read_as(way, layout.axis)
 
     def _outputs(self, cuts: Cuts) -> list[Any]:
-        """What the model returns for 2 and for 3 rows, cut this way; nothing where it does not run."""
+        """What the model returns for 2 and for 3 samples, cut this way; nothing where it does
+        not run."""
         self._run.cut(cuts)
         try:
             return [self._run.once(self._probe_of(cuts, n), [0] * n) for n in (_FEW - 1, _FEW)]
@@ -149,7 +151,7 @@ def learn(
     layout: BatchLayout, run: Runs, path: Hashable | None = None, *, whole: bool = False,
     compare: bool = False,
 ) -> None:  # fmt: skip
-    """Note where the samples of this call are, and that its rows are apart.
+    """Note where the samples of this call are, and that its samples are apart.
 
     Generators, buffers, attributes and parameters are as before afterwards. Inputs that cannot be cut
     are accepted only where a layer is seen to count its samples itself (EmbeddingBag over the flat ids
@@ -158,7 +160,7 @@ def learn(
     Args:
         layout: what is known so far. run: the call.
         path: a layer or use that has just been reached and must be among those seen.
-        whole: the call is run on as many rows as it has. compare: values must say it, too.
+        whole: the call is run on as many samples as it has. compare: values must say it, too.
 
     Raises:
         BatchSizeError: the samples are not to be found, or the model couples them.
@@ -207,14 +209,14 @@ def learn(
 
 
 def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
-    """What the first way of cutting the inputs shows with which rows come out; None of flat ids.
+    """What the first way of cutting the inputs shows with which samples come out; None of flat ids.
 
     Raises:
         BatchSizeError: samples are not independent in any way, or cannot be found.
     """
     run.check_unnested()
     failed, flat, met = "", layout.flat, None
-    wider = LeftOut(run, lambda cuts, rows: Rehearsal(layout, run, cuts).probe(rows))
+    wider = LeftOut(run, lambda cuts, samples: Rehearsal(layout, run, cuts).probe(samples))
     for cuts in run.ways(layout.axis, _known(layout), MOST_CUTS):
         if wider.cuts_the_model(cuts):
             continue
@@ -225,11 +227,11 @@ def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
             if run.in_lists(cuts) and layout.cuts(run.way) is None:
                 wider.check_lists(cuts, layout)
             return found
-        except NoRows as error:
+        except NoSamples as error:
             met = met or error.args[0]
             continue
         except BatchSizeError as error:
-            if found.trial.flat:  # ids of all bags in one row: not to be cut
+            if found.trial.flat:  # ids of all bags in one sample: not to be cut
                 flat = True
                 break
             raise _explained(error, layout, run, cuts, by_python=found.by_python) from None
@@ -258,7 +260,7 @@ def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
 
 
 def _known(layout: BatchLayout) -> Any:
-    # of one row alone, what has as many entries may be anything
+    # of one sample alone, what has as many entries may be anything
     return layout.cuts if layout.tried > 1 else lambda _: None
 
 
@@ -299,9 +301,10 @@ def check_look(shards: Shards | None, name: str, layer: str) -> None:
 
 
 def check_moves(shards: Shards | None, model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuse modules that move rows if they, or parts of them, were given to fully_shard.
+    """Refuse modules that move samples if they, or parts of them, were given to fully_shard.
 
-    As many more backward passes go through them as the rows ask, each of which would gather parameters.
+    As many more backward passes go through them as the samples ask, each of which would gather
+    parameters.
     """
     if shards is None:
         return

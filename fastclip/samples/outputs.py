@@ -17,18 +17,19 @@ from fastclip.samples.layout import BatchLayout, Guards
 
 # -------------------------------------------------------------------------------------------------
 # Gradients that are not finite stop at the output of a model that would spread them over other
-# rows.
+# samples.
 #
-# Products with weights of exactly 0 (a block-diagonal mask, a one-hot dispatch) keep rows apart as
-# long as all gradients are finite: 0 * NaN is NaN. The loss of one row may be NaN for its own
+# Products with weights of exactly 0 (a block-diagonal mask, a one-hot dispatch) keep samples apart as
+# long as all gradients are finite: 0 * NaN is NaN. The loss of one sample may be NaN for its own
 # label.
 
 
 def stop_gradients(spreading: Mapping[int, int], output: Any) -> None:
-    """Rows whose gradient comes in NaN, infinite or too large to be squared get zeros in its place.
+    """Samples whose gradient comes in NaN, infinite or too large to be squared get zeros in its place.
 
     Args:
-        spreading: the axis of the rows in these outputs, by number; -1: entries are taken by themselves.
+        spreading: the axis of the samples in these outputs, by number; -1: entries are taken by
+        themselves.
     """
     if not spreading:
         return
@@ -53,22 +54,24 @@ def _stopped(axis: int, gradient: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# Outputs that belong to no one row: a loss computed inside the model, scores of rows against rows.
+# Outputs that belong to no one sample: a loss computed inside the model, scores of samples against
+# samples.
 #
-# A mean of the rows' own losses gives every row the same gradient whatever the others hold. A mean
+# A mean of the samples' own losses gives every sample the same gradient whatever the others hold. A mean
 # over tokens, a contrastive loss, a statistic of the batch do not; they may be returned, but not
 # trained on.
 
 
-def refuse_gradients(guards: Guards, output: Any, *, replaced: bool = False) -> Any:
-    """Let no gradient come in through outputs that couple rows.
+def check_gradients(guards: Guards, output: Any, *, replaced: bool = False) -> Any:
+    """Let no gradient come in through outputs that couple samples.
 
     Args:
         guards: of the call's inputs. output: of the call. replaced: the model's own mean cross
             entropies are per sample.
 
     Returns:
-        The output, in which views take the place of what couples rows: other outputs may be made of it.
+        The output, in which views take the place of what couples samples: other outputs may be made
+        of it.
     """
     stop_gradients(guards.spreading, output)
     if not guards.mixed:
@@ -76,7 +79,7 @@ def refuse_gradients(guards: Guards, output: Any, *, replaced: bool = False) -> 
     output = _apart(guards.mixed, output)
     for number, tensor in enumerate(tensors_of(output)):
         if guards.mixed.get(number) == tensor.dim() and tensor.requires_grad:
-            tensor.register_hook(partial(_refuse_mixed, number, tuple(tensor.shape), replaced))
+            tensor.register_hook(partial(_check_not_mixed, number, tuple(tensor.shape), replaced))
     return output
 
 
@@ -90,7 +93,7 @@ def _apart(numbers: Collection[int], output: Any) -> Any:
     return rebuild(leaves, structure)
 
 
-def _refuse_mixed(number: int, shape: tuple[int, ...], replaced: bool, gradient: Tensor) -> None:
+def _check_not_mixed(number: int, shape: tuple[int, ...], replaced: bool, gradient: Tensor) -> None:
     way_out = (
         "model_loss='per_sample' does not know this loss:" if replaced else f"{PER_SAMPLE}, or"
     )
@@ -104,82 +107,82 @@ def _refuse_mixed(number: int, shape: tuple[int, ...], replaced: bool, gradient:
 # -------------------------------------------------------------------------------------------------
 
 
-_EACH_ROW = "each row"
+_EACH_SAMPLE = "each row"
 Outlet = tuple[tuple[Hashable, ...], int]
 """Where a tensor is in an output, and of how many dimensions it is."""
 
 
-def outlets(output: Any, rows: int | None = None) -> Iterator[tuple[Outlet, Tensor]]:
+def outlets(output: Any, samples: int | None = None) -> Iterator[tuple[Outlet, Tensor]]:
     """The tensors of an output.
 
     Args:
-        rows: lists of as many hold one tensor a row, of which all are alike; None: no list does.
+        samples: lists of as many hold one tensor a sample, of which all are alike; None: no list does.
     """
-    return _below((), output, rows)
+    return _below((), output, samples)
 
 
 def _below(
-    path: tuple[Hashable, ...], value: Any, rows: int | None
+    path: tuple[Hashable, ...], value: Any, samples: int | None
 ) -> Iterator[tuple[Outlet, Tensor]]:
     if isinstance(value, Tensor):
         yield (path, value.dim()), value
     elif isinstance(value, Mapping):
         for name, held in value.items():
-            yield from _below((*path, name), held, rows)
+            yield from _below((*path, name), held, samples)
     elif isinstance(value, (list, tuple)):
-        alike = len(value) == rows
+        alike = len(value) == samples
         for number, held in enumerate(value):
-            yield from _below((*path, _EACH_ROW if alike else number), held, rows)
+            yield from _below((*path, _EACH_SAMPLE if alike else number), held, samples)
     elif is_dataclass(value) and not isinstance(value, type):
         for name, held in vars(value).items():
-            yield from _below((*path, name), held, rows)
+            yield from _below((*path, name), held, samples)
 
 
-def outlets_of(output: Any, rows: int) -> set[Outlet]:
-    """Where the tensors of an output are, whether lists of as many hold rows or not."""
-    return {outlet for size in (None, rows) for outlet, _ in outlets(output, size)}
+def outlets_of(output: Any, samples: int) -> set[Outlet]:
+    """Where the tensors of an output are, whether lists of as many hold samples or not."""
+    return {outlet for size in (None, samples) for outlet, _ in outlets(output, size)}
 
 
 def guarded(
     layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None,
     *, replaced: bool = False,
 ) -> Any:  # fmt: skip
-    """The output of a call, through which no gradient comes in that couples rows.
+    """The output of a call, through which no gradient comes in that couples samples.
 
     Args:
         called: the call, of samples.calls. look: Calls' own, in the middle of it; None where it cannot.
         replaced: the model's own mean cross entropies are per sample.
     """
-    rows = None if called.forward is None else called.forward.batch_size
+    samples = None if called.forward is None else called.forward.batch_size
     guards = layout.guards_of(called.args, called.kwargs)
-    if guards.outlets and rows and torch.is_grad_enabled():
-        new = _new(guards, rows, output)
+    if guards.outlets and samples and torch.is_grad_enabled():
+        new = _new(guards, samples, output)
         if look is not None and new - guards.rare:
             look(layout, called, called.forward, None, whole=True)
             guards = layout.guards_of(called.args, called.kwargs)
-            new = _new(guards, rows, output)
+            new = _new(guards, samples, output)
         guards.rare |= new
         if new:
-            _refuse_unseen(layout, new, rows, output)
-    return refuse_gradients(guards, output, replaced=replaced)
+            _check_seen(layout, new, samples, output)
+    return check_gradients(guards, output, replaced=replaced)
 
 
-def _new(guards: Guards, rows: int, output: Any) -> set[Outlet]:
-    """The outlets that no look has seen, whichever lists hold rows."""
+def _new(guards: Guards, samples: int, output: Any) -> set[Outlet]:
+    """The outlets that no look has seen, whichever lists hold samples."""
     found = {outlet for outlet, _ in outlets(output)} - guards.outlets
     if found:
-        found = {outlet for outlet, _ in outlets(output, rows)} - guards.outlets
+        found = {outlet for outlet, _ in outlets(output, samples)} - guards.outlets
     return found
 
 
-def _refuse_unseen(layout: BatchLayout, new: set[Outlet], rows: int, output: Any) -> None:
-    for outlet, x in outlets(output, rows):
-        holds = any(x.dim() > axis and x.shape[axis] == rows for axis in {0, layout.axis})
+def _check_seen(layout: BatchLayout, new: set[Outlet], samples: int, output: Any) -> None:
+    for outlet, x in outlets(output, samples):
+        holds = any(x.dim() > axis and x.shape[axis] == samples for axis in {0, layout.axis})
         if outlet in new and x.requires_grad and not holds:
-            x.register_hook(partial(_refuse_late, outlet[0], tuple(x.shape)))
+            x.register_hook(partial(_check_not_late, outlet[0], tuple(x.shape)))
 
 
-def _refuse_late(path: tuple[Hashable, ...], shape: tuple[int, ...], gradient: Tensor) -> None:
+def _check_not_late(path: tuple[Hashable, ...], shape: tuple[int, ...], gradient: Tensor) -> None:
     raise BatchSizeError(
         f"output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
         "but a few rows of the batch do not give it, so whether it couples them is not known; return it "

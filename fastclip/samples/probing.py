@@ -1,4 +1,5 @@
-"""Runs of a call on few of its rows, under a tracer: what layers and uses are given, and whose it is."""
+"""Runs of a call on few of its samples, under a tracer: what layers and uses are given, and
+whose it is."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from fastclip.core.autograd import Node, reached_without
 from fastclip.core.system import Work, no_memory
 from fastclip.core.torch_names import tree_unflatten
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
-from fastclip.samples.batch_axis import BatchAxis, called, places
-from fastclip.samples.inputs import NESTED, Cuts, flatten, inside, is_list, take_rows, tensors_of
+from fastclip.samples.batch_axis import BatchAxis, batch_axes, called
+from fastclip.samples.inputs import NESTED, Cuts, flatten, inside, is_list, take_samples, tensors_of
 from fastclip.samples.randomness import OF_TORCH, drawn_by, draws_alike, evenly
 from fastclip.samples.runs import Trail, is_of_one
 from fastclip.samples.seeding import seed_input
 from fastclip.samples.state import generators_of, own_tensors, tables_of, undisturbed
-from fastclip.samples.subsets import TakenRows
+from fastclip.samples.subsets import TakenSamples
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import line_of
 from fastclip.trace.law import Law
@@ -81,7 +82,7 @@ def unsaved(run: Callable[[], Any]) -> Any:
 
 
 class Coupled(BatchSizeError):
-    """What one sample has somewhere follows from other rows."""
+    """What one sample has somewhere follows from other samples."""
 
     of = ""
     """What it follows from."""
@@ -118,7 +119,7 @@ Shapes = dict[Hashable, list[tuple[int, ...]]]
 
 
 class Opened(Exception):
-    """What was taken for a value of parameters alone, or for a layer of rows that stay, is none."""
+    """What was taken for a value of parameters alone, or for a layer of samples that stay, is none."""
 
 
 class NotFollowed(Exception):
@@ -130,16 +131,16 @@ class Followed:
 
     Args:
         known: the model's trained parameters. cuts: the axes of the inputs that hold samples.
-        rows: that are run. memory: of the batch before, of which nothing may be read.
+        samples: that are run. memory: of the batch before, of which nothing may be read.
         takes_others: tensors as long as the batch that no operation has made are the samples' own.
         lenient: constants that Python makes may be another alongside each sample.
     """
 
     def __init__(
-        self, known: Container[Tensor], cuts: Cuts, rows: int, *, memory: Memory | None = None,
+        self, known: Container[Tensor], cuts: Cuts, samples: int, *, memory: Memory | None = None,
         lenient: bool = False, takes_others: bool = False,
     ) -> None:  # fmt: skip
-        self.tracer, self.trail, self.rows = Tracer(known, memory=memory), Trail(), rows
+        self.tracer, self.trail, self.rows = Tracer(known, memory=memory), Trail(), samples
         self.tracer.takes_others, self.tracer.lenient = takes_others, lenient
         self.keeps_trail = True
         """The operations of runs are to be compared."""
@@ -220,19 +221,21 @@ class Followed:
                 self._found[key] = _place(shadow.sample, tuple(x.shape), self.rows)
             return self._found[key]
 
-    def owners(self, x: Tensor, shadow: Shadow) -> Tensor:
+    def sample_of_entry(self, x: Tensor, shadow: Shadow) -> Tensor:
         """The sample of every entry of `x`; negative where it is of none, or of several."""
         with all_aside():
             return at.expanded(shadow.sample, x.shape)
 
 
-def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> BatchAxis | None:
+def _place(found: Tensor, shape: tuple[int, ...], samples: int) -> BatchAxis | None:
     axes = [axis for axis, size in enumerate(found.shape) if size > 1]
-    for place in places(shape, rows, axes):
-        owners = place.owners(shape[place.axis], rows, found.device).to(found.dtype)
-        owners = owners.view([-1 if axis == place.axis else 1 for axis in range(len(shape))])
+    for batch_axis in batch_axes(shape, samples, axes):
+        owners = batch_axis.sample_of_entry(shape[batch_axis.axis], samples, found.device).to(
+            found.dtype
+        )
+        owners = owners.view([-1 if axis == batch_axis.axis else 1 for axis in range(len(shape))])
         if bool(((found == owners) | (found == at.NONE)).all()):
-            return place
+            return batch_axis
     return None
 
 
@@ -242,18 +245,18 @@ class Shown:
 
     Args:
         name: of the layer or use; the number of an output. edge: for its gradient; None without one.
-        moved: its rows lie where data put them. of_all: a sum over samples.
+        moved: its samples lie where data put them. of_all: a sum over samples.
     """
 
     name: Hashable
     value: Tensor
     shadow: Shadow
-    place: BatchAxis | None
+    batch_axis: BatchAxis | None
     edge: GradientEdge | None = None
 
     @property
     def moved(self) -> bool:
-        return self.place is None
+        return self.batch_axis is None
 
     @property
     def of_all(self) -> bool:
@@ -265,9 +268,9 @@ class Probe:
 
     Args:
         layout: what is known, and what this run adds to it. followed: the tracer's knowledge; None of a
-            run of which nothing is asked. grown: uses of nothing but parameters and the number of rows,
-            and the axis of these. compares: values and gradients are kept. draws_alike: all rows draw
-            the same numbers. change: what is done to the rows of every input.
+            run of which nothing is asked. grown: uses of nothing but parameters and the number of
+            samples, and the axis of these. compares: values and gradients are kept. draws_alike:
+            all samples draw the same numbers. change: what is done to the samples of every input.
     """
 
     def __init__(
@@ -280,7 +283,7 @@ class Probe:
         self._grown, self.compares, self.change = grown, compares, change
         self.draws_alike = draws_alike
         self.trusted = followed is None
-        """Inside a layer that is known to keep account of its rows."""
+        """Inside a layer that is known to keep account of its samples."""
         self.closed = False
         """The run is over: a backward pass may compute parts of it again."""
         self.inside: list[str] = []
@@ -291,7 +294,7 @@ class Probe:
         """Of the values derived in this run."""
         self.derived: Shapes = {}
         """Of what was computed from parameters and constants alone."""
-        self.places: dict[Hashable, BatchAxis] = {}
+        self.batch_axes: dict[Hashable, BatchAxis] = {}
         self.entries: dict[Hashable, set[int]] = {}
         """How many a sample has, by layer or use."""
         self.moved: dict[Hashable, None] = {}
@@ -333,12 +336,12 @@ class Probe:
         """Whether one of these may."""
         return any(isinstance(x, Tensor) and self.holds(x) for x in values)
 
-    def observe(self, path: str, x: Any, counts_rows: bool) -> None:
-        """Note a layer's input, of a rule that may only count its rows."""
+    def observe(self, path: str, x: Any, counts_samples: bool) -> None:
+        """Note a layer's input, of a rule that may only count its samples."""
         if not isinstance(x, Tensor):
             return
         self.layout.met.add(path)
-        if counts_rows:
+        if counts_samples:
             self.layout.counting.add(path)
             self.layout.flat |= x.dim() == 1
         else:
@@ -355,10 +358,10 @@ class Probe:
 
     def _note(self, name: Hashable, value: Tensor, shadow: Shadow) -> None:
         assert self.followed is not None
-        place = self.followed.place_of(value, shadow)
-        self._keep(name, value, shadow, place)
+        batch_axis = self.followed.place_of(value, shadow)
+        self._keep(name, value, shadow, batch_axis)
         self.by_value |= bool(shadow.flags & BY_VALUE)
-        if place is None:
+        if batch_axis is None:
             alone = is_of_one(shadow) and not shadow.flags & ORDER
             if alone or not shadow.held:
                 sample = next(iter(shadow.samples)) if alone else None
@@ -369,23 +372,23 @@ class Probe:
                 if name not in self._grown:  # constants instead of samples
                     self.constants.setdefault(name, []).append(tuple(value.shape))
                     return
-                place = _repeated(value, self._grown[name], self.rows)
-                if place is None:
+                batch_axis = _repeated(value, self._grown[name], self.rows)
+                if batch_axis is None:
                     self.moved[name] = None
                     return
             elif shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
                 self._note_coupled(name, value, shadow)
                 return
-        if place is None or not place.fits(value, self.rows):
+        if batch_axis is None or not batch_axis.fits(value, self.rows):
             found = self.followed.place_of(value, shadow, moved=True)
             if self.loose.setdefault(name, found) != found:
                 self.loose[name] = None
             self.moved[name] = None
             return
-        each = value.shape[place.axis] // self.rows
-        known = self.places.setdefault(name, place)
+        each = value.shape[batch_axis.axis] // self.rows
+        known = self.batch_axes.setdefault(name, batch_axis)
         folded = known.fold(each * self.rows, self.rows)
-        if not known.like(place) or folded != (place.outer, place.inner):
+        if not known.like(batch_axis) or folded != (batch_axis.outer, batch_axis.inner):
             self.moved[name] = None
         self.entries.setdefault(name, set()).add(each)
 
@@ -399,12 +402,14 @@ class Probe:
         error = coupled(called(name), cause, of, of_all=not value.dim())
         self.coupled.setdefault(name, error)
 
-    def _keep(self, name: Hashable, value: Tensor, shadow: Shadow, place: BatchAxis | None) -> None:
+    def _keep(
+        self, name: Hashable, value: Tensor, shadow: Shadow, batch_axis: BatchAxis | None
+    ) -> None:
         if not self.compares:
             return
         with all_aside():
             edge = get_gradient_edge(value) if value.requires_grad else None
-            self.shown.append(Shown(name, value.detach().clone(), shadow, place, edge))
+            self.shown.append(Shown(name, value.detach().clone(), shadow, batch_axis, edge))
 
     def gives(self, path: str, out: Any) -> None:
         """A layer has returned this."""
@@ -420,9 +425,9 @@ class Probe:
         known = self.returned.setdefault(path, {})
         for number, value in enumerate(tensors_of(output)):
             if type(value) is Tensor and value.requires_grad:
-                place = self.followed.place_of(value, self.followed.shadow_of(value))
-                first = known.setdefault(number, place)
-                if place is None or first is None or not first.like(place):
+                batch_axis = self.followed.place_of(value, self.followed.shadow_of(value))
+                first = known.setdefault(number, batch_axis)
+                if batch_axis is None or first is None or not first.like(batch_axis):
                     known[number] = None
 
     @property
@@ -438,11 +443,11 @@ class Probe:
     @property
     def shape(self) -> tuple[Any, ...]:
         """Where samples are, in layers, uses and outputs, and where they meet."""
-        outputs = [(x.name, x.place, x.shadow) for x in self.outputs]
+        outputs = [(x.name, x.batch_axis, x.shadow) for x in self.outputs]
         kinds = [
             (n, p, s.mixed, s.degree, s.factor is None, s.flags & ORDER) for n, p, s in outputs
         ]
-        return self.places, list(self.coupled), kinds
+        return self.batch_axes, list(self.coupled), kinds
 
     def close(self, output: Any) -> None:
         """The call has returned this."""
@@ -463,33 +468,35 @@ class Probe:
                     self.unseen.append("the output")
                 if shadow.held or shadow.factor is not None:
                     edge = get_gradient_edge(x) if x.requires_grad else None
-                    place = self.followed.place_of(x, shadow)
-                    self.outputs.append(Shown(number, x, shadow, place, edge))
+                    batch_axis = self.followed.place_of(x, shadow)
+                    self.outputs.append(Shown(number, x, shadow, batch_axis, edge))
                 else:
                     self.constant_outputs.append(tuple(x.shape))
         turns = self.turns
         for name, shapes in self.constants.items():
-            place = self.places.get(name)
-            if place is not None and name not in turns and any(
-                place.axis >= len(shape) or not place.plain or shape[place.axis] != self.rows
+            batch_axis = self.batch_axes.get(name)
+            if batch_axis is not None and name not in turns and any(
+                batch_axis.axis >= len(shape)
+                or not batch_axis.plain
+                or shape[batch_axis.axis] != self.rows
                 for shape in shapes
             ):  # fmt: skip
                 self.moved[name] = None
         for name in turns:
-            if name in self.places or turns[name] is None:
+            if name in self.batch_axes or turns[name] is None:
                 self.moved[name] = None
         return tensors
 
 
-def _repeated(value: Tensor, axis: int, rows: int) -> BatchAxis | None:
+def _repeated(value: Tensor, axis: int, samples: int) -> BatchAxis | None:
     """Where samples are in what repeats the same for each of them along this axis."""
-    if value.shape[axis] == rows:
+    if value.shape[axis] == samples:
         return BatchAxis(axis)
     with all_aside():
         x = value.detach()
         found = [
-            p for p in places(tuple(x.shape), rows, [axis])
-            if bool((r := p.rows(x, rows)).eq(r[:1]).all())
+            p for p in batch_axes(tuple(x.shape), samples, [axis])
+            if bool((r := p.samples(x, samples)).eq(r[:1]).all())
         ]  # fmt: skip
     return found[0] if len(found) == 1 else None
 
@@ -499,14 +506,16 @@ def is_unseen(shadow: Shadow) -> bool:
     return shadow.sample is not None and bool((shadow.sample == at.UNSEEN).any())
 
 
-def _turns(calls: list[int | None], rows: int) -> BatchAxis | None:
+def _turns(calls: list[int | None], samples: int) -> BatchAxis | None:
     """How samples take turns in these calls, if that is certain; a call of constants is of any."""
     found = [
-        place for place in places((len(calls),), rows, [0])
+        batch_axis for batch_axis in batch_axes((len(calls),), samples, [0])
         if all(
             sample in (None, own)
             for sample, own in zip(
-                calls, place.owners(len(calls), rows, torch.device("cpu")).tolist(), strict=True
+                calls,
+                batch_axis.sample_of_entry(len(calls), samples, torch.device("cpu")).tolist(),
+                strict=True,
             )
         )
     ]  # fmt: skip
@@ -528,8 +537,8 @@ def _is_a_users(node: Node) -> bool:
     return not name.startswith("fastclip.") or made not in vars(sys.modules[name]).values()
 
 
-class Runs(TakenRows):
-    """Runs of one call of the model (or of one of its methods) on a few of its rows.
+class Runs(TakenSamples):
+    """Runs of one call of the model (or of one of its methods) on a few of its samples.
 
     Args:
         layout: what is being learnt. model: whose state is put back after every run.
@@ -552,10 +561,10 @@ class Runs(TakenRows):
         """Parameters are not stirred."""
 
     def once(
-        self, probe: Probe, rows: list[int], seed: int = 0, then: Callable[[Any], None] | None = None,
+        self, probe: Probe, samples: list[int], seed: int = 0, then: Callable[[Any], None] | None = None,
         *, left: AbstractContextManager[Any] | None = None,
     ) -> Any:  # fmt: skip
-        """The output on these rows of those that `cut` took.
+        """The output on these samples of those that `cut` took.
 
         Args:
             then: is called with it while the probe still runs: a backward pass may compute parts of
@@ -563,14 +572,14 @@ class Runs(TakenRows):
         """
         leaves = []
         for leaf, axis in zip(self._pool, self._cuts, strict=True):
-            few = leaf if axis is None else take_rows(leaf, axis, rows)
+            few = leaf if axis is None else take_samples(leaf, axis, samples)
             leaves.append(few if axis is None or probe.change is None else probe.change(few, axis))
         assert probe.followed is not None
         probe.followed.begins_on(leaves)
         return self._run(probe, leaves, seed, then, left)
 
     def as_called(self) -> None:
-        """Run the call on all its rows as it is, only to see whether it fails by itself."""
+        """Run the call on all its samples as it is, only to see whether it fails by itself."""
         args, kwargs = tree_unflatten(self._leaves, self._structure)
         alone = undisturbed(self.model, 0, followed=False)
         with self._watch(Probe(self.layout), False), alone, torch.enable_grad():
@@ -592,7 +601,7 @@ class Runs(TakenRows):
             if left is not None:
                 stack.enter_context(left)
             mode = None
-            if probe.compares:  # what one row draws says nothing of the next one's draws
+            if probe.compares:  # what one sample draws says nothing of the next one's draws
                 tables = [table for _, table in tables_of(self.model)]
                 alike = draws_alike(tables) if probe.draws_alike else drawn_by(evenly, tables)
                 mode = stack.enter_context(alike)

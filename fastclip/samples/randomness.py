@@ -150,7 +150,7 @@ _OTHERS = {"getstate", "setstate", "get_state", "set_state", "seed"}
 
 def evenly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What it gives; where its generator goes on from follows from where it stood, not from how much
-    was drawn: what one row draws says nothing about what the next one does.
+    was drawn: what one sample draws says nothing about what the next one does.
     """
     one = function.__self__  # type: ignore[attr-defined]  # a bound method
     before = state_of(one)
@@ -218,9 +218,9 @@ class _StandIn:
 
 
 # -------------------------------------------------------------------------------------------------
-# Random numbers that are the same for every row: what is left follows from the rows.
+# Random numbers that are the same for every sample: what is left follows from the samples.
 #
-# Rows in another order draw other numbers, so their values say nothing, unless all draw the same.
+# Samples in another order draw other numbers, so their values say nothing, unless all draw the same.
 
 
 _MOST = 1 << 13
@@ -240,11 +240,12 @@ _OF_NUMBERS: dict[str, Callable[[_Given], Any]] = {
 _DROPOUT = frozenset(("dropout_p", "dropout"))
 """Arguments of kernels that draw what they drop, and of those that compute their gradients."""
 _AS_DRAWN = frozenset(("randperm", "multinomial"))
-"""An order, or different entries of one row."""
+"""An order, or different entries of one sample."""
 
 
 class Even(TorchDispatchMode):
-    """Inside, torch's random functions draw one number for all rows; kernels that drop drop nothing."""
+    """Inside, torch's random functions draw one number for all samples; kernels that drop drop
+    nothing."""
 
     hears = False
     """It follows nothing."""
@@ -327,7 +328,7 @@ class _Elsewhere:
 
 @contextmanager
 def draws_alike(tables: Iterable[dict[str, Any]]) -> Iterator[Even]:
-    """Inside, all rows draw the same numbers in this thread.
+    """Inside, all samples draw the same numbers in this thread.
 
     Args:
         tables: attributes, of which generators do the same, until whoever looks puts these back.

@@ -1,10 +1,8 @@
-"""A call on few of its rows and on many, under a tracer: where samples are, and whether independent.
+"""A call on few of its samples and on many, under a tracer: where samples are, and whether independent.
 
-The axis of a layer's input, or of what a use of a parameter gives, is read off what the tracer knows of
-it. A layer whose rows have no one place is opened: the uses of its parameters are followed one by one,
-and whose their rows are is read from gradients (fastclip.rules.routing). What follows from several
-samples is an error. Where Python reads numbers of the batch, a trace proves the way that was taken;
-there fastclip.samples.agreement compares values.
+The tracer knows the batch axis of a layer's input, or of what a use of a parameter gives. A layer
+without one batch axis is opened: the uses of its parameters are followed one by one, and gradients show
+which sample each entry belongs to. What follows from several samples raises an error.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from fastclip.samples.probing import (
 )
 from fastclip.samples.runs import Trail, growing_axes
 from fastclip.samples.state import stirred
-from fastclip.samples.subsets import MOST_ROWS
+from fastclip.samples.subsets import MOST_SAMPLES
 from fastclip.trace.memory import ORDER, Memory
 from fastclip.trace.numbers import Questions
 
@@ -57,7 +55,7 @@ class Rehearsal:
 
     Args:
         layout: what is known so far; unchanged until `tell`. run: the call. cuts: how its inputs are
-            cut. whole: as many rows as the batch has.
+            cut. whole: as many samples as the batch has.
     """
 
     def __init__(self, layout: BatchLayout, run: Runs, cuts: Cuts, *, whole: bool = False) -> None:
@@ -72,14 +70,14 @@ class Rehearsal:
         self._asked, self._lenient = False, False
         self._runs: list[_Run] = []
         self._grown: dict[Hashable, int] = {}
-        """Uses of nothing but parameters and the number of rows, and the axis of these."""
+        """Uses of nothing but parameters and the number of samples, and the axis of these."""
         self._stirred: set[nn.Parameter] = set()
         """Parameters of which they are."""
         self._drawn: Collection[int] = ()
         self._as_said: set[Hashable] = set()
         """Uses whose samples data have put into one place in every run."""
         self._astray: set[str] = set()
-        """Modules that have returned rows in other places in another call."""
+        """Modules that have returned samples in other places in another call."""
 
     def hold(self) -> None:
         """Run it.
@@ -133,9 +131,9 @@ class Rehearsal:
             self.hold()
         raise _unstable()
 
-    def _probe_aside(self, rows: int, **how: Any) -> Probe:
+    def _probe_aside(self, samples: int, **how: Any) -> Probe:
         """Of a run from which nothing is learnt of layers."""
-        probe, trial = self.probe(rows, **how), self.trial
+        probe, trial = self.probe(samples, **how), self.trial
         assert probe.followed is not None
         probe.followed.keeps_trail = False
         probe.layout = BatchLayout(trial.axis, trial.drawn)
@@ -145,13 +143,13 @@ class Rehearsal:
     # Runs
 
     def _on_all_sizes(self) -> list[_Run]:
-        """Runs on few rows and on more: nothing but sizes may follow how many there are."""
+        """Runs on few samples and on more: nothing but sizes may follow how many there are."""
         first = self._once(_FEW)
         try:
             self._settle(first)
         except Coupled:
-            # inputs that are not to be cut this way fail, or give no rows
-            _check_rows([first, self._once(_FEW + 1)], {0, self._layout.axis})
+            # inputs that are not to be cut this way fail, or give no samples
+            _check_samples([first, self._once(_FEW + 1)], {0, self._layout.axis})
             raise
         drawn: Collection[int] = first.drawn
         again = drawn or first.probe.draws
@@ -159,13 +157,13 @@ class Rehearsal:
         # by generators that the model seeds itself: the same numbers in each call
         self._drawn = {state for state in drawn if state in few.drawn}
         found = [few]
-        for rows in sorted({_FEW + 1, self._many}):
+        for samples in sorted({_FEW + 1, self._many}):
             try:
-                more = self._once(rows, drawn=self._drawn, seed=1, backwards=rows == _FEW + 1)
-            except (RuntimeError, ValueError) as error:  # it takes rows in their order alone
-                if rows != _FEW + 1 or isinstance(error, FastclipError) or no_memory(error):
+                more = self._once(samples, drawn=self._drawn, seed=1, backwards=samples == _FEW + 1)
+            except (RuntimeError, ValueError) as error:  # it takes samples in their order alone
+                if samples != _FEW + 1 or isinstance(error, FastclipError) or no_memory(error):
                     raise
-                more = self._once(rows, drawn=self._drawn, seed=1)
+                more = self._once(samples, drawn=self._drawn, seed=1)
             self._settle(more)
             self._settle_growing(few, more)
             found.append(more)
@@ -180,19 +178,19 @@ class Rehearsal:
         return found
 
     def _settle_growing(self, few: _Run, more: _Run) -> None:
-        """What parameters and constants give, a row for each sample, is theirs; runs begin anew."""
+        """What parameters and constants give, a value for each sample, is theirs; runs begin anew."""
         grown, unclear = _growing(few, more)
         if unclear - self.trial.moved.keys():
             self.trial.moved |= dict.fromkeys(unclear)
             raise Opened
         if grown:
             self._grown |= grown
-            self._stirred |= more.derived_of  # a row for each sample is none that is equal
+            self._stirred |= more.derived_of  # a value for each sample is none that is equal
             self.trial.uses |= dict.fromkeys(grown, True)
             raise Opened
 
     def _check_sizes(self, found: list[_Run]) -> None:
-        """Where only sizes, or chance, say what is computed, it is the same for any number of rows.
+        """Where only sizes, or chance, say what is computed, it is the same for any number of samples.
 
         Raises:
             BatchSizeError: it is not, and what is drawn may hide in which way.
@@ -212,8 +210,8 @@ class Rehearsal:
     def _ask(self) -> None:
         """Whether answers to Python's questions have an effect."""
         self._asked = True
-        rows = min(self._many, MOST_ROWS)
-        again = partial(self._once, rows, drawn=self._drawn, seed=1, asks=True)
+        samples = min(self._many, MOST_SAMPLES)
+        again = partial(self._once, samples, drawn=self._drawn, seed=1, asks=True)
         asked = again(wanted={})
         try:
             if not have_no_effect(asked, lambda wanted: again(wanted=wanted)):
@@ -222,7 +220,7 @@ class Rehearsal:
             raise coupled("the model", f"a number that Python reads at {asked.line}") from None
 
     def _settle(self, found: _Run) -> None:
-        """Layers of rows that have no one place are opened, and runs begin anew; so they do where one
+        """Layers of samples that have no one place are opened, and runs begin anew; so they do where one
         has taken a use for a derived value at first (a loop that begins with zeros)."""
         if any(self.trial.uses.get(key) for key in found.probe.derived):
             raise Opened
@@ -234,7 +232,7 @@ class Rehearsal:
             self._lenient = True
             raise Opened
         opened = {name for name in moved if isinstance(name, str)} | turning
-        midway = self.trial.open & found.probe.places.keys()  # it ran as a layer before
+        midway = self.trial.open & found.probe.batch_axes.keys()  # it ran as a layer before
         if midway or opened - self.trial.open:
             self.trial.open |= opened
             raise Opened
@@ -242,21 +240,21 @@ class Rehearsal:
             raise error
 
     def _settle_read(self, found: list[_Run]) -> None:
-        """Where Python has read numbers of samples, these may say how many rows each has, and when it
+        """Where Python has read numbers of samples, these may say how many samples each has, and when it
         is its turn: what is folded, and what takes turns, has no one place."""
         if not any(one.reads for one in found):
             return
-        folded = {n for one in found for n, place in one.probe.places.items() if not place.plain}
+        folded = {n for one in found for n, x in one.probe.batch_axes.items() if not x.plain}
         turning = {name for one in found for name in one.probe.turns}
         for one in found:
             one.probe.moved |= dict.fromkeys(folded | turning)
         for one in found:
             self._settle(one)
 
-    def probe(self, rows: int, memory: Memory | None = None, **how: Any) -> Probe:
-        """Of a run on so many rows."""
+    def probe(self, samples: int, memory: Memory | None = None, **how: Any) -> Probe:
+        """Of a run on so many samples."""
         followed = Followed(
-            set(self._run.private), self._cuts, rows, memory=memory,
+            set(self._run.private), self._cuts, samples, memory=memory,
             lenient=self._lenient, takes_others=self.by_python,
         )  # fmt: skip
         followed.knows(self._run.model, [x for x, a in self._pairs if a is None])
@@ -274,26 +272,26 @@ class Rehearsal:
         return zip(self._run.leaves, self._cuts, strict=True)
 
     def _once(
-        self, rows: int, *, asks: bool = False, backwards: bool = False, drawn: Collection[int] = (),
+        self, samples: int, *, asks: bool = False, backwards: bool = False, drawn: Collection[int] = (),
         wanted: Mapping[int, bool | float] = MappingProxyType({}), seed: int = 0,
     ) -> _Run:  # fmt: skip
         """One run.
 
         Args:
-            asks: for gradients. backwards: the last row comes first. wanted: answers to questions of
+            asks: for gradients. backwards: the last sample comes first. wanted: answers to questions of
                 Python's, by their numbers.
             drawn: states of generators in which an earlier run has drawn.
         """
-        there = max(1, min(rows, self._rows))
+        there = max(1, min(samples, self._rows))
 
         def once() -> _Run:
             self._run.cut(self._cuts, list(range(there)))
-            probe = self.probe(rows, compares=asks, change=unmasked if asks else None)
+            probe = self.probe(samples, compares=asks, change=unmasked if asks else None)
             assert probe.followed is not None
             probe.followed.tracer.questions.wanted = dict(wanted)
             probe.followed.tracer.memory.drawn_before = drawn
             found = _Run(probe)
-            taken = [min(i, there - 1) for i in range(rows)]
+            taken = [min(i, there - 1) for i in range(samples)]
             taken = taken[::-1] if backwards else taken
             self._run.once(probe, taken, seed, partial(found.returns, self._run.model))
             return found
@@ -303,20 +301,20 @@ class Rehearsal:
     # What they have shown
 
     def _check_outputs(self) -> None:
-        """Rows come out, and what couples them is noted.
+        """Samples come out, and what couples them is noted.
 
         Raises:
-            BatchSizeError: a row of the output follows from several samples.
+            BatchSizeError: a sample of the output follows from several samples.
         """
         own, more = {0, self._layout.axis}, self._runs[-1]
-        _check_rows(self._runs, own)
+        _check_samples(self._runs, own)
         guards = self.trial.guards
-        for other, rows in _axes_of_rows(self._runs[0], more):
+        for other, samples in _axes_of_rows(self._runs[0], more):
             x, shadow = other.value, other.shadow
-            if other.place is not None or (other.of_all and not x.dim()):
+            if other.batch_axis is not None or (other.of_all and not x.dim()):
                 continue
             if shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
-                if len(rows) == 1 and own & {*rows} and len(self._runs) > 1:
+                if len(samples) == 1 and own & {*samples} and len(self._runs) > 1:
                     by_number = not shadow.mixed and shadow.factor is None
                     raise coupled("the output", more.cause(x), NUMBER if by_number else OTHERS)
                 guards.mixed[int(str(other.name))] = x.dim()
@@ -333,11 +331,11 @@ class Rehearsal:
                     f"attributes {left.sparse} keep sparse tensors that were made of a batch: what "
                     "they carry over to the next one is not private; compute them in every forward pass"
                 )
-            for rows in (one.probe.rows, one.probe.rows + 1):
-                there = [max(0, min(i, self._rows - 1)) for i in range(rows)][::-1]
+            for samples in (one.probe.rows, one.probe.rows + 1):
+                there = [max(0, min(i, self._rows - 1)) for i in range(samples)][::-1]
                 self._run.cut(self._cuts, sorted({*there}))
-                probe = self.probe(rows, one.memory)
-                with suppress(RuntimeError, ValueError):  # a state of as many rows
+                probe = self.probe(samples, one.memory)
+                with suppress(RuntimeError, ValueError):  # a state of as many samples
                     self._run.once(probe, there, 2, probe.close, left=left)
                 if met := self._carried(one.probe, probe):
                     what = f"attributes {left.names} keep" if left.names else "the model keeps"
@@ -356,7 +354,7 @@ class Rehearsal:
         return called(names[0]) if names else "an output" * outputs
 
     def _route(self) -> None:
-        """For uses whose rows are moved: the innermost modules that return them in their places.
+        """For uses whose samples are moved: the innermost modules that return them in their places.
 
         Raises:
             BatchSizeError: there is none.
@@ -365,10 +363,10 @@ class Rehearsal:
         sure: dict[str, dict[int, BatchAxis]] = {}
         for path, held in returned[-1].items():
             if held and all(all((r.get(path) or {0: None}).values()) for r in returned):
-                found = {n: place for n, place in held.items() if place is not None}
+                found = {n: batch_axis for n, batch_axis in held.items() if batch_axis is not None}
                 known = self._layout.returns.get(path, {})
                 if path in self._layout.astray or not all(
-                    known[n].like(place) for n, place in found.items() if n in known
+                    known[n].like(batch_axis) for n, batch_axis in found.items() if n in known
                 ):
                     self._astray.add(path)
                     continue
@@ -394,13 +392,13 @@ class Rehearsal:
         """Data have put samples in one place, in every run: each step is traced to see that they do."""
         found = [one.probe.loose[name] for one in self._runs if name in one.probe.loose]
         first = found[0] if found else None
-        if first is None or not all(place is not None and first.like(place) for place in found):
+        if first is None or not all(x is not None and first.like(x) for x in found):
             return False
         del self.trial.moved[name]
         for one in self._runs:
-            if (place := one.probe.loose.get(name)) is not None:
-                one.probe.places[name] = place
-                one.probe.entries[name] = {place.outer * place.inner}
+            if (batch_axis := one.probe.loose.get(name)) is not None:
+                one.probe.batch_axes[name] = batch_axis
+                one.probe.entries[name] = {batch_axis.outer * batch_axis.inner}
         self.trial.by_values = True
         self._as_said.add(name)
         return True
@@ -416,12 +414,12 @@ class Rehearsal:
         lengths = layout.lengths(run.args, run.kwargs)
         gone = trial.moved.keys() | trial.open
         for one in self._runs:
-            for name, place in one.probe.places.items():
+            for name, batch_axis in one.probe.batch_axes.items():
                 if name in gone:
-                    layout.places.pop(name, None)
+                    layout.batch_axes.pop(name, None)
                     continue
-                layout.places[name] = place
-                layout.folds.note(name, place, one.probe.entries[name], lengths)
+                layout.batch_axes[name] = batch_axis
+                layout.folds.note(name, batch_axis, one.probe.entries[name], lengths)
             for name, calls in one.probe.turns.items():
                 if calls is not None and name not in trial.moved:
                     layout.turns.add(name)
@@ -443,7 +441,8 @@ class Rehearsal:
         layout.guards.mixed |= trial.guards.mixed
         if self.unproven:
             plain = {
-                int(str(x.name)): -1 if x.place is None else x.place.axis for x in self._outputs()
+                int(str(x.name)): -1 if x.batch_axis is None else x.batch_axis.axis
+                for x in self._outputs()
             }
             layout.guards.spreading |= plain
         layout.settle()
@@ -452,7 +451,7 @@ class Rehearsal:
         layout.lenient |= self._lenient
         layout.proven, layout.asked = not self.unproven, self._asked
         layout.entries |= layout.entries_of(run.args, run.kwargs)
-        layout.compared = max(layout.compared, min(self._rows, MOST_ROWS))
+        layout.compared = max(layout.compared, min(self._rows, MOST_SAMPLES))
         layout.size_told_by(run.way, self._cuts)
 
     def _sums(self) -> Iterator[tuple[int, int]]:
@@ -479,26 +478,26 @@ def _unstable() -> BatchSizeError:
     )
 
 
-class NoRows(Exception):
-    """Cut this way, the inputs give no rows of output: where samples met, if they did."""
+class NoSamples(Exception):
+    """Cut this way, the inputs give no samples of output: where samples met, if they did."""
 
 
 def _axes_of_rows(few: _Run, more: _Run) -> Iterator[tuple[Shown, list[int]]]:
     """The outputs, each with its axes that are longer where there are more samples."""
     shapes = {x.name: x.value.shape for x in few.probe.outputs}
     for out in more.probe.outputs:
-        shape = shapes.get(out.name, ())  # few rows may not give it
+        shape = shapes.get(out.name, ())  # few samples may not give it
         yield out, growing_axes(shape, out.value.shape, few.probe.rows, more.probe.rows)
 
 
-def _check_rows(runs: list[_Run], own: set[int]) -> None:
-    """Rows come out, unless the output is a number.
+def _check_samples(runs: list[_Run], own: set[int]) -> None:
+    """Samples come out, unless the output is a number.
 
     Args:
         own: axes along which they may lie.
 
     Raises:
-        NoRows: they do not.
+        NoSamples: they do not.
     """
     if len(runs) < 2:
         return
@@ -506,8 +505,8 @@ def _check_rows(runs: list[_Run], own: set[int]) -> None:
     found = set[int]()
     for out, axes in _axes_of_rows(few, more):
         shadow = out.shadow
-        if out.place is None and not (shadow.mixed or shadow.flags & ORDER):
-            return  # rows that data select
+        if out.batch_axis is None and not (shadow.mixed or shadow.flags & ORDER):
+            return  # samples that data select
         found.update(axes)
     shapes = more.probe.constant_outputs
     for one, other in zip(few.probe.constant_outputs, shapes, strict=False):
@@ -515,7 +514,7 @@ def _check_rows(runs: list[_Run], own: set[int]) -> None:
     dims = any(out.value.dim() for out in more.probe.outputs) or any(shapes)
     if dims and not found & own:
         met = (more.cause(out.value) for out in more.probe.outputs if out.shadow.mixed)
-        raise NoRows(next(met, ""))
+        raise NoSamples(next(met, ""))
 
 
 class _Run:
@@ -642,36 +641,37 @@ class _Run:
         return [*self.reads, *(why for why, is_so in told.items() if is_so)]
 
     def is_beside(self, few: _Run, *, constants: bool = True) -> bool:
-        """A run on other rows has computed the same.
+        """A run on other samples has computed the same.
 
         Args:
             constants: of the same numbers.
         """
         one, two = self.probe, few.probe
-        same = one.places == two.places and one.turns == two.turns
+        same = one.batch_axes == two.batch_axes and one.turns == two.turns
         return same and self.trail.agrees(few.trail, one.rows, two.rows, constants=constants)
 
 
 def _growing(few: _Run, more: _Run) -> tuple[dict[Hashable, int], set[Hashable]]:
-    """The axis along which values of parameters and constants follow the number of rows; and the uses of
-    constants of which it cannot be told.
+    """The axis along which values of parameters and constants follow the number of samples; and
+    the uses of constants of which it cannot be told.
 
     Raises:
         BatchSizeError: it cannot be told.
     """
     found: dict[Hashable, int] = {}
     unclear: set[Hashable] = set()
-    rows, others_rows = few.probe.rows, more.probe.rows
-    placed = few.probe.places.keys() | few.probe.turns.keys()
+    samples, others_samples = few.probe.rows, more.probe.rows
+    placed = few.probe.batch_axes.keys() | few.probe.turns.keys()
     constants = {n: x for n, x in few.probe.constants.items() if n not in placed}
     for name, shapes in (*few.probe.derived.items(), *constants.items()):
         others = more.probe.derived.get(name) or more.probe.constants.get(name, [])
-        in_turns = len(shapes) * others_rows == len(others) * rows
+        in_turns = len(shapes) * others_samples == len(others) * samples
         if in_turns and {*shapes} == {*others} and len({*shapes}) == 1:
             continue
         try:
             axes = {
-                _grown(name, a, b, rows, others_rows) for a, b in zip(shapes, others, strict=False)
+                _grown(name, a, b, samples, others_samples)
+                for a, b in zip(shapes, others, strict=False)
             }
             if len(axes) > 1:
                 raise coupled(called(name))
@@ -686,7 +686,7 @@ def _growing(few: _Run, more: _Run) -> tuple[dict[Hashable, int], set[Hashable]]
 
 
 def _grown(
-    name: Hashable, one: tuple[int, ...], other: tuple[int, ...], rows: int, others: int
+    name: Hashable, one: tuple[int, ...], other: tuple[int, ...], samples: int, others: int
 ) -> int | None:
     pairs = list(zip(one, other, strict=False))
     changed = [axis for axis, sizes in enumerate(pairs) if len({*sizes}) > 1]
@@ -695,6 +695,6 @@ def _grown(
     if len(one) != len(other) or len(changed) != 1:
         raise coupled(called(name), None, HOW_MANY)
     mine, theirs = pairs[changed[0]]
-    if mine * others != theirs * rows:
+    if mine * others != theirs * samples:
         raise coupled(called(name), None, HOW_MANY)
     return changed[0]

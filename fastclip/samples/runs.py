@@ -181,7 +181,7 @@ _INDEXING = frozenset((
     "index", "index_put", "index_select", "gather", "embedding", "fractional_max_pool2d",
     "fractional_max_pool3d",
 ))  # fmt: skip
-"""Some of their operands have rows of their own beside the samples'."""
+"""Some of their operands have samples of their own beside the samples'."""
 RECURRENT = frozenset(("mkldnn_rnn_layer",))
 """They begin with states of zeros, and return memory that they work in."""
 _NORMS = frozenset(("native_batch_norm", "_native_batch_norm_legit"))
@@ -428,10 +428,10 @@ def _first(source: Tensor, dim: int, sample: int) -> int:
 # What a run leaves of its operations: two runs that leave the same have computed the same.
 
 
-def growing_axes(one: Iterable[int], other: Iterable[int], rows: int, others: int) -> list[int]:
+def growing_axes(one: Iterable[int], other: Iterable[int], samples: int, others: int) -> list[int]:
     """The axes that are longer where there are more samples."""
     sizes = enumerate(zip(one, other, strict=False))
-    return [axis for axis, (n, m) in sizes if n and n * others == m * rows]
+    return [axis for axis, (n, m) in sizes if n and n * others == m * samples]
 
 
 class Trail:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import flatten, inside, is_list, is_rows, tensors_of
+from fastclip.samples.inputs import flatten, inside, is_batched, is_list, tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Read
 from fastclip.trace.memory import ORDER
@@ -21,7 +21,7 @@ def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
     return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
 
 
-def rows_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
+def samples_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
     """The sample of each row of an input; None if that is its number, or cannot be told."""
     if isinstance(leaf, PackedSequence):
         rows = torch.arange(int(leaf.batch_sizes[0]), dtype=at.KIND, device="cpu")
@@ -39,11 +39,11 @@ def rows_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
     return None if plain and len(rows) == tracer.memory.samples else rows
 
 
-def note_rows(tracer: Tracer, rows: Tensor) -> None:
+def note_samples(tracer: Tracer, rows: Tensor) -> None:
     """Note the samples that the model is called with, and report those that it is given too often.
 
     Args:
-        rows: as of `rows_of_input`.
+        rows: as of `samples_of_input`.
     """
     tracer.memory.present = present = rows.unique().long().cpu()
     if present.numel() * tracer.memory.views < len(rows):
@@ -82,7 +82,7 @@ def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -
         elif tracer.memory.is_given(leaf) and not tracer.shadow_of(leaf).held:
             others = at.along(batch, axis, leaf.dim()) + tracer.memory.samples  # another part of it
             tracer.memory.write(leaf, tracer.made(others), whole=False)
-    elif axis is not None and is_rows(leaf) and len(leaf) == batch:
+    elif axis is not None and is_batched(leaf) and len(leaf) == batch:
         seed_entries(tracer, leaf)
     return True
 
@@ -176,7 +176,7 @@ def check_views(tracer: Tracer, rows: Tensor | None, batch: int) -> None:
     several, or if a sample has such rows at several places.
 
     Args:
-        rows: as of `rows_of_input`. batch: their number.
+        rows: as of `samples_of_input`. batch: their number.
     """
     samples, views = tracer.memory.samples, tracer.memory.views
     if views == 1:

@@ -310,7 +310,7 @@ def _version(x: Tensor) -> int:
 
 
 def _tables_of_hooks(model: nn.Module) -> list[dict[int, Any]]:
-    """Where torch keeps the hooks of a model's modules, and of all: any may couple rows."""
+    """Where torch keeps the hooks of a model's modules, and of all: any may couple samples."""
     own = [vars(m)[kind] for m in model.modules() for kind in _HOOKS if kind in vars(m)]
     return [*own, *hooks_of_all_modules()]
 
@@ -320,7 +320,7 @@ def _tables_of_hooks(model: nn.Module) -> list[dict[int, Any]]:
 #
 # What a probe found holds for the state in which the model was, and for the way in which it was
 # called: a flag that is raised later, or passed as an argument, may switch on a branch that couples
-# rows. So a call's arguments and the model's settings (samples.settings) are compared with those of
+# samples. So a call's arguments and the model's settings (samples.settings) are compared with those of
 # the last look.
 
 
@@ -333,7 +333,7 @@ _MOST_STATES = 64
 
 @dataclass(frozen=True)
 class Look:
-    """A call that was looked at: what it was, forward passes of a few rows, seconds they took."""
+    """A call that was looked at: what it was, forward passes of a few samples, seconds they took."""
 
     name: str
     passes: int
@@ -419,7 +419,7 @@ class Watch:
         return way, [("way", way, number) for number, (old, new) in pairs if old != new]
 
     def _long(self, way: int, leaves: list[Any]) -> tuple[int, ...]:
-        """How long rows are, to a factor of two: a longer one may take another way."""
+        """How long samples are, to a factor of two: a longer one may take another way."""
         sizes = (size for x in leaves for size in _sizes(x, self._axis))
         return way, *((size - 1).bit_length() for size in sizes)
 
@@ -429,7 +429,7 @@ class Watch:
 
 
 def _sizes(leaf: Any, axis: int) -> tuple[int, ...]:
-    """Of one row, as far as its samples lie along this axis, or the first where there is none."""
+    """Of one sample, as far as its samples lie along this axis, or the first where there is none."""
     if isinstance(leaf, PackedSequence):
         return (len(leaf.batch_sizes),)
     if not is_dense(leaf):

@@ -1,8 +1,8 @@
 """A probe leaves no trace: generators, buffers, attributes and parameters are as before.
 
-Inside, parameters and entries that say nothing yet are stirred: rows coupled behind a zero head, a gate
-of zero, a LayerScale of 1e-6 or zero columns of a wide head are coupled from the first step on, and must
-show.
+Inside, parameters and entries that say nothing yet are stirred: samples coupled behind a zero head,
+a gate of zero, a LayerScale of 1e-6 or zero columns of a wide head are coupled from the first step
+on, and must show.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from fastclip.trace.findings import line_of
 # each time looks like a sum over several samples. On a GPU many kernels add up in the order in
 # which their threads arrive: those of attention foremost, whose gradients may be rounded to 16 bits
 # afterwards, so that one entry in a hundred differs by 2^-8. Here PyTorch's other kernels are asked
-# for their fixed order, and a backward pass of attention is computed again from its inputs, row by
-# row.
+# for their fixed order, and a backward pass of attention is computed again from its inputs, sample by
+# sample.
 
 
 Found = tuple[Tensor | None, ...]
@@ -106,7 +106,7 @@ def _gpu_in_use() -> bool:
 
 
 class RowByRow(TorchDispatchMode):
-    """Backward passes of fused attention are those of plain attention, a few heads of one row at a
+    """Backward passes of fused attention are those of plain attention, a few heads of one sample at a
     time: what the fused one does not hold, is not held here either."""
 
     def __torch_dispatch__(
@@ -147,13 +147,13 @@ def attention_backward(given: Mapping[str, Any], *, ends_last: bool = False) -> 
     of_bias: Any = torch.zeros_like(bias, dtype=torch.float32) if asked else None
     (heads, positions), (of_keys, seen) = query.shape[1:3], key.shape[1:3]
     found = [torch.empty_like(x) for x in (query, key, value)]
-    for row in range(len(query)):
-        sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in (key[row], value[row])]
+    for sample in range(len(query)):
+        sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in (key[sample], value[sample])]
         for mine in _blocks(heads, heads // of_keys, _SCORES // max(positions * seen, 1)):
             theirs = slice(mine.start * of_keys // heads, -(-mine.stop * of_keys // heads))
             each = (mine.stop - mine.start) // (theirs.stop - theirs.start)
-            q, out = (x[row, mine].float() for x in (query, given["grad_out"]))
-            k, v = (x[row, theirs].float().repeat_interleave(each, 0) for x in (key, value))
+            q, out = (x[sample, mine].float() for x in (query, given["grad_out"]))
+            k, v = (x[sample, theirs].float().repeat_interleave(each, 0) for x in (key, value))
             scores = scale * q @ k.mT
             if given.get("is_causal"):
                 first = 1 + (seen - positions if ends_last else 0)
@@ -161,18 +161,18 @@ def attention_backward(given: Mapping[str, Any], *, ends_last: bool = False) -> 
                     torch.ones_like(scores[0], dtype=torch.bool).triu(first), -torch.inf
                 )
             if bias is not None:
-                at = row % len(bias), mine if bias.shape[1] > 1 else slice(None)
+                at = sample % len(bias), mine if bias.shape[1] > 1 else slice(None)
                 scores += bias[at]
             p = scores.softmax(-1).nan_to_num_(0.0)  # of a position that attends to nothing
             del scores
             of_scores = out @ v.mT
             of_scores.sub_((p * of_scores).sum(-1, keepdim=True)).mul_(p)
-            found[0][row, mine] = (scale * of_scores @ k).to(query.dtype)
+            found[0][sample, mine] = (scale * of_scores @ k).to(query.dtype)
             for total, x in zip(sums, (scale * of_scores.mT @ q, p.mT @ out), strict=True):
                 total[theirs] += x.unflatten(0, (-1, each)).sum(1)
             if asked:
                 of_bias[at] += of_scores.sum_to_size(of_bias[at].shape)
-        found[1][row], found[2][row] = sums
+        found[1][sample], found[2][sample] = sums
     if asked:
         of_bias = of_bias.to(bias.dtype).view(given["attn_bias"].shape)
     return (*found, of_bias)
@@ -368,7 +368,7 @@ def undisturbed(model: nn.Module, seed: int, *, followed: bool = True) -> Iterat
     """Without dropout, from generators of `seed`; afterwards everything is as before.
 
     And in full float32: libraries take tf32 for batches of one size, for another they may not, and what
-    that rounds away would look like another row's.
+    that rounds away would look like another sample's.
 
     Args:
         followed: operations are; what is written through `.data` stays else.
@@ -391,7 +391,7 @@ def undisturbed(model: nn.Module, seed: int, *, followed: bool = True) -> Iterat
         stack.enter_context(_whole_checkpoints())
         stack.callback(writes.put_back)
         if followed:
-            stack.enter_context(hear_functions_given(_refuse_functions))
+            stack.enter_context(hear_functions_given(_check_functions))
             stack.enter_context(writes)
         for module in model.modules():
             if isinstance(module, DropoutBase):
@@ -416,7 +416,7 @@ def undisturbed(model: nn.Module, seed: int, *, followed: bool = True) -> Iterat
         )
 
 
-def _refuse_functions(operator: Any) -> None:
+def _check_functions(operator: Any) -> None:
     raise UnsupportedLayerError(
         f"{operator} at {line_of(sys._getframe(1))} runs functions that it is given where samples, and "
         "private layers inside, cannot be followed. Use Python's if and for, or torch.where"
@@ -506,7 +506,7 @@ def _held(model: nn.Module) -> Iterator[Any]:
 
 
 def _uncompiled() -> AbstractContextManager:
-    """Compiled parts of the model run as they were written: nothing is compiled for a few rows."""
+    """Compiled parts of the model run as they were written: nothing is compiled for a few samples."""
     if not can_compile():  # and to import what compiles is slow
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -527,7 +527,7 @@ def _whole_checkpoints() -> Iterator[None]:
 def stirred(parameters: Iterable[nn.Parameter], *, entries: bool = True) -> Iterator[None]:
     """Constant or tiny parameters get random values inside, and so do entries that say nothing beside
     the others (the columns of a widened head): nothing hides behind them. The others change a little,
-    so that no two are equal: a row of a table for each number of a sample shows.
+    so that no two are equal: a sample of a table for each number of a sample shows.
 
     They keep their signs: a logarithm may be taken of them.
 

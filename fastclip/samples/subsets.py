@@ -19,36 +19,36 @@ from fastclip.samples.inputs import (
     Cuts,
     Drawn,
     Way,
-    another_row,
+    another_sample,
     batch_sizes_of,
     flatten_inputs,
     is_array,
+    is_batched,
     is_list,
-    is_rows,
-    join_rows,
+    join_samples,
     readings,
     rebuild,
-    rows_differ,
     rows_of,
     same,
+    samples_differ,
     shorter,
-    take_rows,
+    take_samples,
     tensors_of,
     way_of,
     ways_to_cut,
 )
 from fastclip.samples.state import is_object
 
-MOST_ROWS = 8
+MOST_SAMPLES = 8
 _LOOKED_AT = 64
-"""Rows of a batch among which distinct ones are looked for."""
+"""Samples of a batch among which distinct ones are looked for."""
 
 
-class TakenRows:
-    """Inputs that are cut to few rows.
+class TakenSamples:
+    """Inputs that are cut to few samples.
 
     Args:
-        args, kwargs: the inputs, as they were given. drawn: numbers of rows that are likely.
+        args, kwargs: the inputs, as they were given. drawn: numbers of samples that are likely.
     """
 
     def __init__(self, args: tuple, kwargs: dict, drawn: Drawn = tuple) -> None:
@@ -100,7 +100,8 @@ class TakenRows:
                 self._leaves, self._structure = leaves, structure
 
     def has_none(self, axis: int) -> bool:
-        """The draw is of no sample, and there are lists without entries, of which no row can be made."""
+        """The draw is of no sample, and there are lists without entries, of which no sample can
+        be made."""
         return (
             0 in self.drawn()
             and batch_sizes_of(self.args, self.kwargs, axis) == [0]
@@ -108,43 +109,44 @@ class TakenRows:
         )
 
     def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
-        """Take rows from the inputs cut this way; returns how many there are to choose from.
+        """Take samples from the inputs cut this way; returns how many there are to choose from.
 
         Args:
-            real: numbers of the rows that may be run; one (or a row of zeros) if None.
-            synthetic: add a row made of the first one's values in another order.
+            real: numbers of the samples that may be run; one (or a sample of zeros) if None.
+            synthetic: add a sample made of the first one's values in another order.
         """
         self._cuts = cuts
         real = real or [0]
         self._pool = [
-            leaf if axis is None else take_rows(leaf, axis, real)
+            leaf if axis is None else take_samples(leaf, axis, real)
             for leaf, axis in zip(self._leaves, cuts, strict=True)
         ]
         if synthetic:
             self._pool = [
-                leaf if axis is None else join_rows(leaf, another_row(leaf, axis), axis)
+                leaf if axis is None else join_samples(leaf, another_sample(leaf, axis), axis)
                 for leaf, axis in zip(self._pool, cuts, strict=True)
             ]
         return len(real) + synthetic
 
     def in_lists(self, cuts: Cuts) -> bool:
-        """Lists of tensors alone hold the rows, one in each entry, where the inputs are cut this way."""
+        """Lists of tensors alone hold the samples, one in each entry, where the inputs are cut
+        this way."""
         cut = [x for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         return all(is_list(x) and next(tensors_of(x), None) is not None for x in cut)
 
     @property
     def has_lists(self) -> bool:
-        """Rows come in a list or an array."""
+        """Samples come in a list or an array."""
         pairs = zip(self._leaves, self._cuts, strict=True)
-        return any(a is not None and is_rows(x) for x, a in pairs)
+        return any(a is not None and is_batched(x) for x, a in pairs)
 
     def is_changed_by(self, change: Callable[[Any, int], Any]) -> bool:
-        """It makes other rows of those that are run."""
+        """It makes other samples of those that are run."""
         pairs = zip(self._pool, self._cuts, strict=True)
         return any(a is not None and not same(change(x, a), x) for x, a in pairs)
 
     def check_unnested(self) -> None:
-        """Every sample has a row of its own in each input that holds them.
+        """Every sample has a sample of its own in each input that holds them.
 
         Raises:
             BatchSizeError: an input is a nested tensor.
@@ -155,7 +157,7 @@ class TakenRows:
 
     @property
     def unread(self) -> str:
-        """What of the inputs no row can be taken from, for a message."""
+        """What of the inputs no sample can be taken from, for a message."""
         told = []
         for x in self._leaves:
             if isinstance(x, Tensor) and x.layout != torch.strided:
@@ -172,32 +174,32 @@ class TakenRows:
         """The inputs, by number."""
         return self._leaves
 
-    def distinct(self, cuts: Cuts, most: int = MOST_ROWS) -> list[int]:
-        """Numbers of the first rows of the real inputs that differ from one another."""
+    def distinct(self, cuts: Cuts, most: int = MOST_SAMPLES) -> list[int]:
+        """Numbers of the first samples of the real inputs that differ from one another."""
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         found: list[int] = []
         for i in range(min(self.rows(cuts), _LOOKED_AT)):
-            if len(found) < most and all(rows_differ(cut, i, j) for j in found):
+            if len(found) < most and all(samples_differ(cut, i, j) for j in found):
                 found.append(i)
         return found
 
     def rows(self, cuts: Cuts) -> int:
         """Number of samples in the real inputs, cut this way."""
         found = (rows_of(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None)
-        return next(rows for rows in found if rows is not None)
+        return next(samples for samples in found if samples is not None)
 
 
 def _is_empty(leaf: Any) -> bool:
-    return is_rows(leaf) and not len(leaf)
+    return is_batched(leaf) and not len(leaf)
 
 
 # -------------------------------------------------------------------------------------------------
-# What may become of the other rows of a batch, of which a first one may hold none: very large ones,
-# zeros, whole masks, padded rows; or rows that are not finite.
+# What may become of the other samples of a batch, of which a first one may hold none: very large ones,
+# zeros, whole masks, padded samples; or samples that are not finite.
 
 
 Change = Callable[[Tensor], Tensor]
-"""Of rows, which lie along the first axis."""
+"""Of samples, which lie along the first axis."""
 _LARGE = 1e4
 
 
@@ -226,7 +228,7 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _half(x: Tensor) -> Tensor:
-    """The second half of every row is hidden, or zero."""
+    """The second half of every sample is hidden, or zero."""
     x = x.clone()
     if x.dim() > 1:
         x[:, x.shape[1] // 2 :] = 0
@@ -248,17 +250,17 @@ def _shorter(x: Tensor) -> Tensor:
 
 SPECIAL: tuple[Change, ...] = (_large, _zeros, _full, _half)
 IN_LISTS: tuple[Change, ...] = (*SPECIAL, _shorter)
-"""The same where rows come in lists, of unlike lengths perhaps."""
+"""The same where samples come in lists, of unlike lengths perhaps."""
 NOT_FINITE: tuple[Change, ...] = (_nan, _infinite)
 
 
 def of_others(change: Change, kept: Collection[int], x: Any, axis: int) -> Any:
-    """An input with all rows changed except those that are kept."""
+    """An input with all samples changed except those that are kept."""
     if isinstance(x, PackedSequence):
         padded, lengths = pad_packed_sequence(x)
         padded = of_others(change, kept, padded, 1)
         return pack_padded_sequence(padded, lengths, enforce_sorted=False)
-    if is_rows(x):
+    if is_batched(x):
         if change is _shorter:
             return shorter(x, {*range(len(x))} - {*kept})
         if is_list(x):
@@ -274,7 +276,7 @@ def of_others(change: Change, kept: Collection[int], x: Any, axis: int) -> Any:
 
 
 def _entry(change: Change, entry: Any) -> Any:
-    """One row of a list, in which tensors, arrays and numbers are changed."""
+    """One sample of a list, in which tensors, arrays and numbers are changed."""
     leaves, structure = flatten_inputs((entry,), {})
     found = [_leaf(change, x) for x in leaves]
     if all(x is y for x, y in zip(leaves, found, strict=True)):

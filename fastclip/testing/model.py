@@ -23,10 +23,10 @@ from fastclip.testing.report import (
     ParameterRow,
     PrivateRun,
     distance,
+    error_of,
     norm_distance,
     own_randomness,
     private_run,
-    refusal_of,
     without_dropout,
 )
 
@@ -259,7 +259,7 @@ def check_model(
         planner: as for FastPrivacyEngine.
 
     Returns:
-        A ModelCheck, with `ok`, `rows`, `norm_error`, `refused` and `findings`.
+        A ModelCheck, with `ok`, `samples`, `norm_error`, `refused` and `findings`.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a batch or loss of another form. An error of the model's
@@ -279,7 +279,7 @@ def check_model(
     def given(private: nn.Module) -> Tensor:
         return loss(private, copied(batch))
 
-    refused = refusal_of(lambda: run(clone(model), given, max_grad_norm=1.0))
+    refused = error_of(lambda: run(clone(model), given, max_grad_norm=1.0))
     if refused is not None:
         return ModelCheck((refused,), refused)
 
@@ -315,7 +315,7 @@ def _compare(
     def own(model: nn.Module) -> Tensor:
         return truth.loss(model, copied(truth.batch))
 
-    refused = refusal_of(lambda: result.append(run(private, own, max_grad_norm=C)))
+    refused = error_of(lambda: result.append(run(private, own, max_grad_norm=C)))
     if refused is not None:
         return ModelCheck((refused,), refused)
     found = result[0]
@@ -359,10 +359,10 @@ def _norms(truth: Truth, samples: int) -> tuple[list[float], Tensor, set[str]]:
     for i in range(samples):
         value, gradients = truth.gradient(i)
         losses.append(value)
-        for row, (name, gradient) in enumerate(gradients.items()):
+        for sample, (name, gradient) in enumerate(gradients.items()):
             if gradient is not None:
                 reached.add(name)
-                norm_sq[row, i] = float(gradient.double().square().sum())
+                norm_sq[sample, i] = float(gradient.double().square().sum())
     return losses, norm_sq, reached
 
 
@@ -394,11 +394,19 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 def _rule(plan: NormPlan, names: list[str]) -> str:
     """The rules of a parameter's uses, or of the layers that hold it: the nearest above each name."""
-    used = [row for row in plan.rows if set(names) & set(row.path.partition(" in ")[0].split(", "))]
-    rules = [row.rule for row in used if " in " in row.path]
+    used = [
+        sample
+        for sample in plan.rows
+        if set(names) & set(sample.path.partition(" in ")[0].split(", "))
+    ]
+    rules = [sample.rule for sample in used if " in " in sample.path]
     for name in names if not rules else ():
-        above = [row for row in plan.rows if not row.path or f"{name}.".startswith(f"{row.path}.")]
-        rules += [max(above, key=lambda row: len(row.path)).rule] if above else []
+        above = [
+            sample
+            for sample in plan.rows
+            if not sample.path or f"{name}.".startswith(f"{sample.path}.")
+        ]
+        rules += [max(above, key=lambda sample: len(sample.path)).rule] if above else []
     return " + ".join(dict.fromkeys(rules)) or "-"
 
 
@@ -425,13 +433,13 @@ def _losses(
 
 
 def _wrong(
-    rows: list[ParameterRow], norm_error: float, leaked: tuple[str, ...], tolerance: float
+    samples: list[ParameterRow], norm_error: float, leaked: tuple[str, ...], tolerance: float
 ) -> list[str]:
     findings = [f"{name} got an ordinary gradient, which is not clipped" for name in leaked]
     if not norm_error <= tolerance:
         findings.append(f"the samples' norms are off by {norm_error:.1e}")
     return findings + [
-        f"{row.name} ({row.rule}): its clipped sum is off by {row.error:.1e}"
-        for row in rows
-        if row.error is not None and not row.error <= tolerance
+        f"{sample.name} ({sample.rule}): its clipped sum is off by {sample.error:.1e}"
+        for sample in samples
+        if sample.error is not None and not sample.error <= tolerance
     ]

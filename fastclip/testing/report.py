@@ -291,7 +291,7 @@ def private_run(
     )
 
 
-def refusal_of(run: Callable[[], Any]) -> str | None:
+def error_of(run: Callable[[], Any]) -> str | None:
     """The sentence with which the engine refuses, or how it fails; None where it does neither."""
     try:
         run()

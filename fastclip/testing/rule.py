@@ -20,9 +20,9 @@ from fastclip.testing.report import (
     RuleCheck,
     RuleRow,
     distance,
+    error_of,
     norm_distance,
     private_run,
-    refusal_of,
 )
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -167,7 +167,7 @@ def _compare(case: _Case, module: nn.Module, dtype: torch.dtype, axis: int, rule
 
     result: list[Any] = []
     samples = inputs[0].shape[axis]
-    refused = refusal_of(
+    refused = error_of(
         lambda: result.append(
             private_run(
                 _Calls(layer), loss, samples, max_grad_norm=C, batch_first=axis == 0,

@@ -344,7 +344,7 @@ def lies_across(tracer: Any, kind: Kind, x: Tensor, axis: int, shadows: Sequence
     return kind.pointwise and any(own.dim() < behind or own.shape[-behind] == 1 for own in held)
 
 
-def rows_beside(x: Tensor, samples: int, shadows: Sequence[Shadow]) -> at.Attribution:
+def samples_beside(x: Tensor, samples: int, shadows: Sequence[Shadow]) -> at.Attribution:
     """The samples of the rows of an operand that has as many rows as `x`, more than one a sample."""
     if not x.dim() or not x.stride(0) or len(x) % samples:
         return None

@@ -682,7 +682,7 @@ class Tracer(TorchDispatchMode):
                     found[k] = self.shadow_of(x)
                 elif (
                     axis is None
-                    and (rows := law.rows_beside(x, self.memory.samples, shadows)) is not None
+                    and (rows := law.samples_beside(x, self.memory.samples, shadows)) is not None
                 ):
                     self.memory.give(x, self.made(rows))
                     found[k] = self.shadow_of(x)

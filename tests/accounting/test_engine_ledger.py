@@ -19,7 +19,7 @@ from fastclip import FastPrivacyEngine, clipping
 from fastclip.accounting.ledger import keep_ledger
 from fastclip.core.opacus_names import HANDLES
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 from tests.refusal import refused
 
 ROWS, BATCH, SIGMA = 24, 6, 1.0
@@ -45,7 +45,7 @@ def walk(run, steps: int):
     _, model, optimizer = run
     for _ in range(steps):
         optimizer.zero_grad()
-        row_loss(model(torch.randn(BATCH, 6))).mean().backward()
+        sample_loss(model(torch.randn(BATCH, 6))).mean().backward()
         optimizer.step()
     return run
 

@@ -37,13 +37,13 @@ def test_a_step_while_epsilon_is_computed_stays(name: str, monkeypatch: pytest.M
     run.step(**STEP)
     alone = spent(run, 1e-5)
     history = sys.modules[spent.__module__]
-    look = history.refuse_truncated  # type: ignore[attr-defined]
+    look = history.check_not_truncated  # type: ignore[attr-defined]
 
     def meanwhile(*given: Any) -> None:
         look(*given)
         run.step(**STEP)
 
-    monkeypatch.setattr(history, "refuse_truncated", meanwhile)
+    monkeypatch.setattr(history, "check_not_truncated", meanwhile)
     assert spent(run, 1e-5) == alone
     assert taken(run.state_dict()) == 2
 

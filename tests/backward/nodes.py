@@ -15,7 +15,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -30,7 +30,7 @@ OF_ALL_MAKERS = [
 
 
 def step(private: nn.Module, x: Tensor, **kwargs: Any) -> None:
-    row_loss(private(x)).mean().backward(**kwargs)
+    sample_loss(private(x)).mean().backward(**kwargs)
 
 
 def warm(model: nn.Module, x: Tensor, steps: int = STEPS) -> tuple[nn.Module, Any]:

@@ -22,7 +22,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -58,7 +58,7 @@ class Case:
 
 def test_second_backward_over_one_forward() -> None:
     case = Case()
-    loss = row_loss(case.private(case.x)).mean()
+    loss = sample_loss(case.private(case.x)).mean()
     loss.backward(retain_graph=True)
     with refused("paused|add the losses|once"):
         loss.backward()
@@ -78,8 +78,8 @@ def test_gradient_of_the_input_writes_nothing() -> None:
     twin = mlp()
     twin.load_state_dict(case.model.state_dict())
     x = case.x.clone().requires_grad_()
-    (theirs,) = torch.autograd.grad(row_loss(twin(x)).mean(), x)
-    (ours,) = torch.autograd.grad(row_loss(case.private(x)).mean(), x)
+    (theirs,) = torch.autograd.grad(sample_loss(twin(x)).mean(), x)
+    (ours,) = torch.autograd.grad(sample_loss(case.private(x)).mean(), x)
     assert relative_error(ours, theirs) <= EXACT
     assert case.nothing_written()
     backward(case.private, case.x)
@@ -89,7 +89,7 @@ def test_gradient_of_the_input_writes_nothing() -> None:
 def test_gradient_of_a_weight_is_not_to_be_had() -> None:
     """autograd.grad would hand out an unclipped gradient."""
     case = Case()
-    loss = row_loss(case.private(case.x)).mean()
+    loss = sample_loss(case.private(case.x)).mean()
     with pytest.raises(RuntimeError):
         torch.autograd.grad(loss, case.model[0].weight)
     assert case.nothing_written()
@@ -101,7 +101,7 @@ def test_paused() -> None:
     with case.engine.paused():
         for _ in range(2):
             x = case.x.clone().requires_grad_()
-            row_loss(case.private(x)).mean().backward()
+            sample_loss(case.private(x)).mean().backward()
             assert x.grad.abs().sum() > 0
     assert case.nothing_written()
     backward(case.private, case.x)
@@ -243,7 +243,7 @@ def test_other_forwards_in_between() -> None:
     """Evaluation, a discarded forward and a forward without gradients leave no trace."""
     case = Case()
     case.private(rows(3))
-    losses = row_loss(case.private(case.x))
+    losses = sample_loss(case.private(case.x))
     with torch.no_grad():
         case.private(rows(2))
     case.private.eval()
@@ -271,6 +271,6 @@ def test_two_forwards_under_one_loss() -> None:
     C = norms(grads).median().item()
     params = {f"net.{n}": p for n, p in net.named_parameters()}
     _, private, optimizer, _ = make_private(net, max_grad_norm=C)
-    row_loss(private(x) * private(y).sin()).mean().backward()
+    sample_loss(private(x) * private(y).sin()).mean().backward()
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= EXACT
     assert_sums(summed(params), clipped_sum(grads, C), EXACT)

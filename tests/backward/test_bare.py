@@ -33,7 +33,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -158,7 +158,7 @@ def test_a_batch_of_another_size_and_an_empty_one() -> None:
     private, optimizer = warm(model, x)
     for other in (torch.cat([x, x]), x[:1], x[:0]):
         optimizer.zero_grad()
-        step(private, other) if len(other) else row_loss(private(other)).sum().backward()
+        step(private, other) if len(other) else sample_loss(private(other)).sum().backward()
         if len(other):
             check(model, optimizer, other)
         else:
@@ -333,8 +333,8 @@ def test_two_passes_into_one_sum() -> None:
 def test_gradients_of_inputs_add_nothing() -> None:
     model, x = Net().double(), rows().requires_grad_()
     private, _ = warm(model, x)
-    (found,) = torch.autograd.grad(row_loss(private(x)).sum(), x)
-    (wanted,) = torch.autograd.grad(row_loss(_plain(model)(x)).sum(), x)
+    (found,) = torch.autograd.grad(sample_loss(private(x)).sum(), x)
+    (wanted,) = torch.autograd.grad(sample_loss(_plain(model)(x)).sum(), x)
     assert relative_error(found, wanted) <= 1e-12
     assert not any(s.any() for s in summed(dict(model.named_parameters())).values())
 
@@ -351,7 +351,7 @@ def test_a_second_derivative_is_refused() -> None:
 def test_a_second_backward_pass_is_refused() -> None:
     model, x = Net().double(), rows()
     private, _ = warm(model, x)
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     loss.backward(retain_graph=True)
     with pytest.raises(GraphError, match="a second backward pass"):
         loss.backward()
@@ -362,7 +362,7 @@ def test_paused() -> None:
     private, optimizer = warm(model, x)
     with private_paused(private):
         step(private, x)
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     with private_paused(private):
         loss.backward()
     assert not any(s.any() for s in summed(dict(model.named_parameters())).values())
@@ -383,10 +383,10 @@ def test_autograd_grad_of_parameters_adds_nothing() -> None:
     model, x = Net().double(), rows().requires_grad_()
     private, optimizer = warm(model, x.detach())
     for wanted in ([*model.parameters()], [x, model.second.weight], [x]):
-        given = torch.autograd.grad(row_loss(private(x)).mean(), wanted, allow_unused=True)
+        given = torch.autograd.grad(sample_loss(private(x)).mean(), wanted, allow_unused=True)
         assert all((g is None) is (w is not x) for g, w in zip(given, wanted, strict=True))
         assert not any(s.any() for s in summed(dict(model.named_parameters())).values())
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, retain_graph=True)
     loss.backward(inputs=[*model.parameters()])
     check(model, optimizer, x.detach())
@@ -415,7 +415,7 @@ def test_contributions_are_of_what_the_forward_pass_used(change: Callable[[Net],
     """Parameters are replaced after it, and put back after the backward pass."""
     model, x = Net().double(), rows()
     private, optimizer = warm(model, x)
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     before = {m: dict(m._parameters) for m in model.modules()}
     change(model)
     loss.backward()
@@ -468,7 +468,7 @@ def test_a_copy_of_what_a_tensor_was() -> None:
     for _ in range(4):
         with torch.autocast("cpu", torch.bfloat16):
             out, wanted = private(x), plain(x)
-            row_loss(out).mean().backward()
+            sample_loss(out).mean().backward()
         assert torch.equal(out, wanted)
 
 
@@ -504,11 +504,11 @@ def test_a_pass_within_another() -> None:
     """The outer one ends with an error, and the sums are those of the inner one alone."""
     model, x, other = Net().double(), rows(), rows()
     private, optimizer = warm(model, x)
-    inner, out = row_loss(private(other)).mean(), private(x)
+    inner, out = sample_loss(private(other)).mean(), private(x)
     out.register_hook(lambda g: inner.backward() and None)
     hooked = out * 1.0
     with pytest.raises(GraphError):
-        row_loss(hooked).mean().backward()
+        sample_loss(hooked).mean().backward()
     check(model, optimizer, other)
 
 
@@ -589,7 +589,7 @@ def test_a_tensor_that_was_written_to() -> None:
 def test_an_input_that_is_written_to_before_the_pass_ends() -> None:
     model, x = Net().double(), rows()
     private, _ = warm(model, x)
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     loss.register_hook(lambda _: x.mul_(2) and None)  # the input of the first layer
     with pytest.raises((GraphError, RuntimeError)):
         loss.backward()

@@ -18,7 +18,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -110,7 +110,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     for k in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype):
-            loss = row_loss(private(x)).mean()
+            loss = sample_loss(private(x)).mean()
             if k == STEPS - 1:
                 loss.backward()
         if k < STEPS - 1:
@@ -190,7 +190,7 @@ def test_what_adds_nothing() -> None:
     private, _ = warm(model, x)
     with private_paused(private):
         step(private, x)
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     torch.autograd.grad(loss, [model.first.weight], allow_unused=True)
     assert all(getattr(p, "summed_grad", None) is None for p in model.parameters())
 
@@ -235,7 +235,7 @@ def test_layers_that_change_before_the_pass_ends(change: Any) -> None:
     private, _ = warm(model.double(), x)
     assert private.grad_state.bare.taken == 2
     assert not private.grad_state.bare.listed
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     change(model[2])
     with pytest.raises(FastclipError):
         loss.backward()
@@ -258,7 +258,7 @@ def test_nothing_is_held_of_a_pass_that_failed() -> None:
     x2 = x.clone().requires_grad_()
     x2.register_hook(fail)
     del h
-    loss = row_loss(private(x2)).mean()
+    loss = sample_loss(private(x2)).mean()
     with pytest.raises(Fails):
         loss.backward()
     optimizer.zero_grad()

@@ -22,7 +22,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -282,7 +282,7 @@ def test_autocast(
     for _ in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype):
-            losses = row_loss(private(x))
+            losses = sample_loss(private(x))
         losses.mean().backward()
         found.append((optimizer.per_sample_norms, summed(dict(model.named_parameters()))))
     assert torch.equal(found[0][0], found[-1][0])
@@ -297,8 +297,8 @@ def test_what_adds_nothing(
     model, x = build().double(), data()
     private, _ = warm(model, x)
     with private_paused(private):
-        row_loss(private(x)).mean().backward()
-    torch.autograd.grad(row_loss(private(x)).mean(), [model.first.weight], allow_unused=True)
+        sample_loss(private(x)).mean().backward()
+    torch.autograd.grad(sample_loss(private(x)).mean(), [model.first.weight], allow_unused=True)
     assert all(getattr(p, "summed_grad", None) is None for p in model.parameters())
 
 
@@ -386,7 +386,7 @@ def test_padding_that_changes_before_the_pass_ends() -> None:
     model.table.padding_idx = None
     twin, x = copy.deepcopy(model), ids()
     private, optimizer = warm(model, x)
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     model.table.padding_idx = 2
     for _ in range(4):
         private(x, factor=2.0)

@@ -19,7 +19,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -93,7 +93,7 @@ def _assert_next_step_is_exact(model: Coder, private: nn.Module) -> None:
     x = _numbers(1)
     own = per_sample_gradients(_twin(model), x)
     assert norms(own).min() > 0.5
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(own, 0.5), 1e-10)
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_left(part: str, where: str) -> None:
     model, engine, private, _ = _made()
     x = _numbers(2, B + 3).requires_grad_()
     with nullcontext() if where == "forward outside" else engine.paused():
-        loss = row_loss(PARTS[part](model, x)).sum()
+        loss = sample_loss(PARTS[part](model, x)).sum()
         if where == "inside":
             loss.backward()
     if where != "inside":
@@ -115,7 +115,7 @@ def test_nothing_is_left(part: str, where: str) -> None:
     assert all(p.grad is None for p in model.parameters())
     twin = _twin(model)
     alone = x.detach().requires_grad_()
-    row_loss(PARTS[part](twin, alone)).sum().backward()
+    sample_loss(PARTS[part](twin, alone)).sum().backward()
     assert relative_error(x.grad, alone.grad) <= 1e-10
     _assert_next_step_is_exact(model, private)
 
@@ -126,9 +126,9 @@ def test_a_part_that_was_paused_trains(part: str) -> None:
     model, engine, _, _ = _made()
     twin, call = _twin(model), PARTS[part]
     with engine.paused():
-        row_loss(call(model, _numbers(2, B + 3).requires_grad_())).mean().backward()
+        sample_loss(call(model, _numbers(2, B + 3).requires_grad_())).mean().backward()
     x = _numbers(1)
-    row_loss(call(model, x)).mean().backward()
+    sample_loss(call(model, x)).mean().backward()
 
     class Alone(nn.Module):
         def __init__(self) -> None:
@@ -152,7 +152,7 @@ def test_between_the_layers_of_a_pass() -> None:
     hidden = model.encoder(x)
     with engine.paused():
         model.encoder(_numbers(2, B + 3)).sum().backward()
-    row_loss(model.middle(hidden)).mean().backward()
+    sample_loss(model.middle(hidden)).mean().backward()
     plain = nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.Linear(D, D), nn.Tanh())).double()
     plain[0].load_state_dict(model.encoder.state_dict())
     plain[1].load_state_dict(model.middle.state_dict())
@@ -168,7 +168,7 @@ def test_one_loss_of_both() -> None:
     own = per_sample_gradients(_twin(model), x)
     with engine.paused():
         other = private(_numbers(2))
-    (row_loss(private(x)) + row_loss(other)).mean().backward()
+    (sample_loss(private(x)) + sample_loss(other)).mean().backward()
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(own, 0.5), 1e-10)
 
 
@@ -179,10 +179,10 @@ def test_the_whole_model_in_a_checkpoint(reentrant: bool) -> None:
     x = _numbers(2, B + 3).requires_grad_()
     with engine.paused():
         out = checkpoint(private, x, use_reentrant=reentrant)
-    row_loss(out).sum().backward()
+    sample_loss(out).sum().backward()
     assert all(getattr(p, "summed_grad", None) is None for p in model.parameters())
     alone = x.detach().requires_grad_()
-    row_loss(_twin(model)(alone)).sum().backward()
+    sample_loss(_twin(model)(alone)).sum().backward()
     assert relative_error(x.grad, alone.grad) <= 1e-10
     _assert_next_step_is_exact(model, private)
 
@@ -196,11 +196,11 @@ def test_inside_of_a_method() -> None:
     reference = twin.encoder(x.square()).tanh().detach()
     rows = []
     for i in range(B):
-        loss = row_loss(twin(x[i : i + 1]) * reference[i : i + 1]).sum()
+        loss = sample_loss(twin(x[i : i + 1]) * reference[i : i + 1]).sum()
         rows.append(torch.autograd.grad(loss, list(twin.parameters())))
     names = [n for n, _ in twin.named_parameters()]
     own = {n: torch.stack(each) for n, each in zip(names, zip(*rows, strict=True), strict=True)}
-    row_loss(model.with_reference(x)).mean().backward()
+    sample_loss(model.with_reference(x)).mean().backward()
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(own, 0.5), 1e-10)
 
 

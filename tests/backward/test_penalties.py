@@ -12,7 +12,13 @@ from torch.utils.data import TensorDataset
 
 import fastclip
 from fastclip.errors import FastclipError, ParameterLeakError
-from tests.oracle import clipped_sum, make_private, per_sample_gradients, relative_error, row_loss
+from tests.oracle import (
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    relative_error,
+    sample_loss,
+)
 from tests.refusal import refused
 
 B = 4
@@ -60,7 +66,7 @@ def expected_step(
     """The clipped sum of any number of samples, and the penalty's gradient by ordinary autograd."""
     plain = net().to(x.dtype)
     plain.load_state_dict(model.state_dict())
-    sums = clipped_sum(per_sample_gradients(plain, x, row_loss), 1.0) if len(x) else {}
+    sums = clipped_sum(per_sample_gradients(plain, x, sample_loss), 1.0) if len(x) else {}
     added = torch.autograd.grad(penalty(plain, sent), [*plain.parameters()], allow_unused=True)
     return {
         name: sums.get(name, 0.0) / divisor + (torch.zeros_like(p) if g is None else g)
@@ -79,7 +85,7 @@ def test_its_gradient_is_added_once_in_every_step(penalty: Penalty, reduction: s
         x = rows()
         want = expected_step(model, x, penalty, sent, B if reduction == "mean" else 1)
         optimizer.zero_grad()
-        losses = row_loss(private(x))
+        losses = sample_loss(private(x))
         (getattr(losses, reduction)() + penalty(private, sent)).backward()
         assert all(p.grad is None for p in model.parameters())
         optimizer.step()
@@ -102,7 +108,7 @@ def test_batches_of_the_loader() -> None:
         for x, _y in loader:
             want = expected_step(model, x, lambda m, s, mu=mu: mu * prox(m, s), sent, 6)
             optimizer.zero_grad()
-            (row_loss(private(x)).mean() + mu * prox(private, sent)).backward()
+            (sample_loss(private(x)).mean() + mu * prox(private, sent)).backward()
             optimizer.step()
             got = {name: p.grad for name, p in model.named_parameters()}
             assert relative_error(got, want) < 1e-12
@@ -125,7 +131,7 @@ def test_parts_of_a_draw_bring_it_once() -> None:
         ) as parts:
             for x, _y in parts:
                 optimizer.zero_grad()
-                (row_loss(private(x)).mean() + prox(private, sent)).backward()
+                (sample_loss(private(x)).mean() + prox(private, sent)).backward()
                 optimizer.step()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-13, atol=0)
@@ -142,7 +148,7 @@ def test_a_backward_pass_of_its_own(first: bool) -> None:
             optimizer.zero_grad()
             if not first:
                 prox(private, sent).backward()
-            row_loss(private(x)).mean().backward()
+            sample_loss(private(x)).mean().backward()
             if first:
                 prox(private, sent).backward()
             optimizer.step()
@@ -157,7 +163,7 @@ def test_the_scale_of_a_loss() -> None:
     for _ in range(3):
         want = expected_step(model, x, prox, sent, B)
         optimizer.zero_grad()
-        scaler.scale(row_loss(private(x)).mean() + prox(private, sent)).backward()
+        scaler.scale(sample_loss(private(x)).mean() + prox(private, sent)).backward()
         scaler.step(optimizer)
         scaler.update()
         assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) < 1e-5
@@ -175,8 +181,8 @@ def test_a_pass_that_fails_brings_nothing() -> None:
     out = private(x)
     out.register_hook(fail)
     with pytest.raises(KeyboardInterrupt):
-        (prox(private, sent) + row_loss(out).mean()).backward()
-    (row_loss(private(x)).mean() + prox(private, sent)).backward()
+        (prox(private, sent) + sample_loss(out).mean()).backward()
+    (sample_loss(private(x)).mean() + prox(private, sent)).backward()
     optimizer.step()
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) < 1e-12
 
@@ -185,10 +191,10 @@ def test_what_was_given_up_is_not_added() -> None:
     model, x = net(), rows()
     sent = [p.detach() + 0.3 for p in model.parameters()]
     _, private, optimizer, _ = make_private(model, batch_size=B)
-    (row_loss(private(x)).mean() + prox(private, sent)).backward()
+    (sample_loss(private(x)).mean() + prox(private, sent)).backward()
     optimizer.zero_grad()
     want = expected_step(model, x, lasso, sent, B)
-    (row_loss(private(x)).mean() + lasso(private, sent)).backward()
+    (sample_loss(private(x)).mean() + lasso(private, sent)).backward()
     optimizer.step()
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) < 1e-12
 
@@ -221,7 +227,7 @@ def steps_of(private: nn.Module, optimizer, loader, penalty: Callable) -> Iterat
         if len(x) < 4:
             continue
         optimizer.zero_grad()
-        loss = row_loss(private(x)).mean()
+        loss = sample_loss(private(x)).mean()
         (loss + penalty(private._module, x, y, loss)).backward()
         optimizer.step()
         yield
@@ -251,7 +257,7 @@ def test_labels_of_a_batch_that_no_loader_has_handed_out() -> None:
     x, y = rows(), torch.randn(B, dtype=torch.float64)
     with pytest.raises(ParameterLeakError):
         (
-            row_loss(private(x)).mean() + y.mean() * private._module[0].weight.square().sum()
+            sample_loss(private(x)).mean() + y.mean() * private._module[0].weight.square().sum()
         ).backward()
 
 
@@ -260,10 +266,10 @@ def test_the_first_penalty_of_a_later_step_is_refused() -> None:
     _, private, optimizer, _ = make_private(model, batch_size=B)
     for _ in range(3):
         optimizer.zero_grad()
-        row_loss(private(rows())).mean().backward()
+        sample_loss(private(rows())).mean().backward()
         optimizer.step()
     with refused("from the first step on", ParameterLeakError):
-        (row_loss(private(rows())).mean() + lasso(private, [])).backward()
+        (sample_loss(private(rows())).mean() + lasso(private, [])).backward()
 
 
 def test_gradients_that_are_given_for_the_loss() -> None:
@@ -272,10 +278,10 @@ def test_gradients_that_are_given_for_the_loss() -> None:
     _, private, optimizer, _ = make_private(model, batch_size=B)
     for _ in range(3):
         optimizer.zero_grad()
-        (row_loss(private(rows())).mean() + lasso(private, [])).backward()
+        (sample_loss(private(rows())).mean() + lasso(private, [])).backward()
         optimizer.step()
     with pytest.raises(FastclipError):
-        (row_loss(private(rows())).mean() + lasso(private, [])).backward(
+        (sample_loss(private(rows())).mean() + lasso(private, [])).backward(
             torch.tensor(3.0, dtype=torch.float64)
         )
 
@@ -284,7 +290,7 @@ def test_a_gradient_that_somebody_asks_for_is_refused() -> None:
     """It would be added by hand, and nobody could see to what."""
     model = net()
     _, private, _, _ = make_private(model, batch_size=B)
-    row_loss(private(rows())).mean().backward()
+    sample_loss(private(rows())).mean().backward()
     with pytest.raises(ParameterLeakError):
         torch.autograd.grad(lasso(private, []), [*model.parameters()])
 
@@ -294,7 +300,7 @@ def test_a_pause_brings_none() -> None:
     engine, private, optimizer, _ = make_private(model, batch_size=B)
     for _ in range(3):
         optimizer.zero_grad()
-        (row_loss(private(rows())).mean() + lasso(private, [])).backward()
+        (sample_loss(private(rows())).mean() + lasso(private, [])).backward()
         optimizer.step()
     with engine.paused(), pytest.raises(ParameterLeakError):
         lasso(private, []).backward()

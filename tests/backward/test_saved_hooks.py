@@ -18,7 +18,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -92,7 +92,7 @@ def check(net: nn.Module, outside: Around = nullcontext) -> None:
     parameters = dict(net.named_parameters())
     _, model, _, _ = make_private(net, max_grad_norm=C, batch_size=B)
     with outside():
-        loss = row_loss(model(x)).mean()
+        loss = sample_loss(model(x)).mean()
     loss.backward()
     assert_sums(summed(parameters), truth, 1e-10)
 

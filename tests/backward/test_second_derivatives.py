@@ -18,7 +18,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -76,9 +76,9 @@ def test_gradient_penalty(name: str, wrap: bool) -> None:
     private = make_private(model, wrap_model=wrap)[1]
     net = private if wrap else model
     x = rows().requires_grad_()
-    losses = row_loss(net(x))
+    losses = sample_loss(net(x))
     (g,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
-    (expected,) = torch.autograd.grad(row_loss(plain(x)).sum(), x)
+    (expected,) = torch.autograd.grad(sample_loss(plain(x)).sum(), x)
     assert relative_error(g.detach(), expected) <= 1e-10
     penalty = (g.norm(dim=1) - 1).square()
     for loss in (penalty.mean(), (losses + penalty).mean()):
@@ -94,7 +94,7 @@ def test_gradient_penalty(name: str, wrap: bool) -> None:
 def test_hessian_of_the_input() -> None:
     private = make_private(mlp())[1]
     with refused("differentiated once", GraphError):
-        torch.autograd.functional.hessian(lambda x: row_loss(private(x)).sum(), rows())
+        torch.autograd.functional.hessian(lambda x: sample_loss(private(x)).sum(), rows())
 
 
 def test_a_frozen_part_can_be_differentiated_twice() -> None:
@@ -103,7 +103,7 @@ def test_a_frozen_part_can_be_differentiated_twice() -> None:
     model = nn.Sequential(frozen, nn.Linear(6, 3).double())
     private, x = make_private(model)[1], rows().requires_grad_()
     h = frozen(x)
-    (g,) = torch.autograd.grad(row_loss(h).sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad(sample_loss(h).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(g.square().sum(), x)
     assert second.any()
     backward(private, rows())
@@ -126,6 +126,6 @@ def test_a_penalty_of_differences() -> None:
     C = norms(grads).median().item()
     params = {f"net.{n}": p for n, p in net.named_parameters()}
     _, private, optimizer, _ = make_private(net, max_grad_norm=C)
-    row_loss(Slope(private)(x)).mean().backward()
+    sample_loss(Slope(private)(x)).mean().backward()
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-8
     assert_sums(summed(params), clipped_sum(grads, C), 1e-8)

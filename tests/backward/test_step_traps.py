@@ -20,7 +20,7 @@ from tests.oracle import (
     make_private,
     norms,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -144,7 +144,7 @@ def trained(split: int | None) -> tuple[dict, list]:
         for (x,) in batches:
             sizes.append(len(x))
             optimizer.zero_grad()
-            row_loss(private(x)).mean().backward()
+            sample_loss(private(x)).mean().backward()
             optimizer.step()
 
     for _ in range(2):

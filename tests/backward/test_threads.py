@@ -7,7 +7,7 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 from tests.refusal import refused
 
 
@@ -27,6 +27,6 @@ def test_an_evaluation_at_the_end_of_a_backward_pass() -> None:
 
     x.register_hook(meanwhile)
     with refused("another thread"):
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
     private(x.detach())  # as if nothing had been
-    row_loss(private(x.detach())).mean().backward()
+    sample_loss(private(x.detach())).mean().backward()

@@ -19,7 +19,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -52,7 +52,7 @@ def test_refused(name: str, part: str, before: bool) -> None:
     own = copy.deepcopy(plain)
     model = make_private(own)[1]
     if before:
-        row_loss(model(x))
+        sample_loss(model(x))
     with refused(r"torch\.func .*torch\.jit\.trace.*torch\.no_grad\(\).*cleanup\(\)", GraphError):
         TRANSFORMS[name](PARTS[part](model), x)
     backward(model, x)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastclip import GradScaler, clipping
 from fastclip.errors import ArgumentError, ArgumentTypeError, BatchSizeError, StepError
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from tests.networks import mlp, rows
 from tests.oracle import (
     DTYPES,
@@ -26,13 +26,13 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.families import FAMILIES, gradients_under, losses_under
 from tests.precision.test_autocast import NORM, SUM
 from tests.strategies import COMBINATIONS, PRESETS, label
-from tests.units import LAYOUTS, Elsewhere, scattered, unit_rows
+from tests.units import LAYOUTS, Elsewhere, scattered, unit_samples
 
 OWNER = [0, 1, 0, 2, 3, 2, 0, 4]
 LAYERS = [0.3, 1.0, 0.7, 0.2]
@@ -49,9 +49,9 @@ def start(model: nn.Module, strategy: Any = "flat", C: Any = 0.5, **options: Any
     return engine, dict(model.named_parameters()), private, optimizer
 
 
-def joined(optimizer: Any, owner: list[int] | UnitRows, reduction: str = "mean") -> None:
+def joined(optimizer: Any, owner: list[int] | UnitSamples, reduction: str = "mean") -> None:
     """The rows of the next pass belong to these units."""
-    units = owner if isinstance(owner, UnitRows) else unit_rows(owner, reduction)
+    units = owner if isinstance(owner, UnitSamples) else unit_samples(owner, reduction)
     optimizer.grad_state.batch.next_units = units
 
 
@@ -146,7 +146,7 @@ def test_physical_batches(reduction: str, loss_reduction: str) -> None:
     )
     grads: list[dict[str, Tensor]] = []
     for i, (part, owner) in enumerate(zip(x.split([5, 1, 3]), owners, strict=True)):
-        grads.append(per_sample_gradients(model, part, units=unit_rows(owner, reduction)))
+        grads.append(per_sample_gradients(model, part, units=unit_samples(owner, reduction)))
         optimizer.signal_skip_step(i < 2)
         joined(optimizer, owner, reduction)
         backward(private, part, loss_reduction=loss_reduction)
@@ -174,7 +174,8 @@ def test_a_whole_unit_moves_the_sum_by_at_most_the_threshold(reduction: str, lay
         _, params, private, optimizer = start(copy.deepcopy(model), C=C)
         names = units.owner[keep].unique()
         joined(
-            optimizer, unit_rows(torch.searchsorted(names, units.owner[keep]).tolist(), reduction)
+            optimizer,
+            unit_samples(torch.searchsorted(names, units.owner[keep]).tolist(), reduction),
         )
         backward(private, x[keep])
         found.append(summed(params))
@@ -210,8 +211,8 @@ def test_rows_that_cancel(layout: str) -> None:
     owner = {"scattered": [0, 1, 0, 1], "adjacent": [0, 0, 1, 1], "padded": [0, 1, 0, 1]}[layout]
     x = x[[0, 2, 1, 3]] if layout == "adjacent" else x
     sign = sign[[0, 2, 1, 3]] if layout == "adjacent" else sign
-    units = unit_rows(owner, "sum")
-    kind = Elsewhere if layout == "padded" else UnitRows
+    units = unit_samples(owner, "sum")
+    kind = Elsewhere if layout == "padded" else UnitSamples
     joined(optimizer, kind(units.owner, 2, 2, "sum"))
     (private(x) * sign).sum().backward()
     wide = torch.einsum("bt...i,bt...o->boi", (x * sign).double(), torch.ones(4, 5, 4).double())
@@ -265,7 +266,7 @@ def test_more_rows_than_was_said_contribute_nothing(largest: int) -> None:
 def test_an_empty_batch(strategy: Any) -> None:
     per_layer = strategy == "per_layer"
     engine, params, private, optimizer = start(mlp(), strategy, LAYERS if per_layer else 0.5)
-    joined(optimizer, UnitRows(torch.zeros(0, dtype=torch.int64), 0, 0))
+    joined(optimizer, UnitSamples(torch.zeros(0, dtype=torch.int64), 0, 0))
     engine.set_groups(torch.zeros(0, dtype=torch.int64))
     backward(private, rows(0), loss_reduction="sum")
     assert optimizer.per_sample_norms.shape == (0,)
@@ -277,7 +278,7 @@ def test_an_empty_batch(strategy: Any) -> None:
 def test_placeholder_rows_belong_to_no_unit(strategy: Any) -> None:
     per_layer = strategy == "per_layer"
     _, params, private, optimizer = start(mlp(), strategy, LAYERS if per_layer else 0.5)
-    joined(optimizer, UnitRows(torch.zeros(2, dtype=torch.int64), 0, 0))
+    joined(optimizer, UnitSamples(torch.zeros(2, dtype=torch.int64), 0, 0))
     backward(private, rows(2))
     assert optimizer.per_sample_norms.shape == (0,)
     assert not any(s.any() for s in summed(params).values())
@@ -289,7 +290,7 @@ def test_placeholder_rows_belong_to_no_unit(strategy: Any) -> None:
 def test_units_of_one_row(reduction: str) -> None:
     """In any order; the path of rows."""
     model, x, owner = mlp(), rows(4), [2, 0, 3, 1]
-    check_exact(model, x, dtype=torch.float64, units=lambda b: unit_rows(owner, reduction))
+    check_exact(model, x, dtype=torch.float64, units=lambda b: unit_samples(owner, reduction))
     for joins in (owner, None):
         _, params, private, optimizer = start(copy.deepcopy(model))
         if joins is not None:
@@ -363,7 +364,7 @@ def test_two_forward_passes_under_one_loss(reduction: str, layout: str) -> None:
     model, x, y, units = Pair(), rows(7), rows(7), LAYOUTS[layout](7, reduction)
 
     def losses(call: nn.Module, one: Batch) -> Tensor:
-        return row_loss(call(one.args[0])) + row_loss(call(one.args[1]).sin())
+        return sample_loss(call(one.args[0])) + sample_loss(call(one.args[1]).sin())
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -432,7 +433,7 @@ def test_scaled_losses(scale: float) -> None:
     for scaled in (False, True):
         _, params, private, optimizer = start(copy.deepcopy(model), clipping.adaptive())
         joined(optimizer, [0, 1, 0, 0])
-        loss = row_loss(private(x)).mean()
+        loss = sample_loss(private(x)).mean()
         if scaled:
             scaler = GradScaler(init_scale=scale)
             scaler.scale(loss).backward()
@@ -464,7 +465,7 @@ def test_scaled_losses(scale: float) -> None:
 )
 def test_units_that_do_not_fit(arguments: tuple, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        UnitRows(*arguments)
+        UnitSamples(*arguments)
 
 
 def test_units_of_other_rows() -> None:
@@ -486,7 +487,7 @@ def test_groups_are_of_rows() -> None:
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 def test_materialized_gradients_have_no_units(mode: str) -> None:
     _, private, optimizer, _ = make_private(mlp(), grad_sample_mode=mode)
-    optimizer.batch.next_units = unit_rows([0, 1, 0])
+    optimizer.batch.next_units = unit_samples([0, 1, 0])
     backward(private, rows(3))
     with pytest.raises(StepError, match="omit grad_sample_mode"):
         optimizer.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastclip import GradScaler, clipping, ops
 from fastclip.clipping import Automatic, Clipping, PerLayer, Quantile
 from fastclip.ops.planner import Planner
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from tests.networks import mlp, rows
 from tests.oracle import (
     assert_sums,
@@ -21,10 +21,10 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
-from tests.units import unit_rows
+from tests.units import unit_samples
 
 C = 0.7
 WEIGHTS = torch.tensor([1.0, 1e-6, 0.0, 1e6, 1e-12], dtype=torch.float64)
@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 def weighted(output: Tensor, weights: Tensor) -> Tensor:
-    return weights * row_loss(output)
+    return weights * sample_loss(output)
 
 
 def directions(grads: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def length(sums: dict[str, Tensor]) -> float:
 def test_the_sum_of_directions(name: str, reduction: str) -> None:
     build, inputs = MODELS[name]
     model, x = build().double(), inputs()
-    grads = per_sample_gradients(model, (x,), lambda out, _: row_loss(out))
+    grads = per_sample_gradients(model, (x,), lambda out, _: sample_loss(out))
     grads = {n: torch.einsum("b,b...->b...", WEIGHTS, g) for n, g in grads.items()}
     expected = {n: C * g.sum(0) for n, g in directions(grads).items()}
     twin = copy.deepcopy(model)
@@ -109,9 +109,9 @@ def test_each_sample_alone(name: str) -> None:
     """Its direction with length C, whatever it is multiplied by; the one without a gradient, nothing."""
     build, inputs = MODELS[name]
     model, x = build().double(), inputs()
-    expected = directions(per_sample_gradients(model, (x,), lambda out, _: row_loss(out)))
+    expected = directions(per_sample_gradients(model, (x,), lambda out, _: sample_loss(out)))
     for i, weight in enumerate(WEIGHTS.tolist()):
-        sums = contributed(model, x[i : i + 1], lambda out, w=weight: w * row_loss(out).sum())
+        sums = contributed(model, x[i : i + 1], lambda out, w=weight: w * sample_loss(out).sum())
         if not weight:
             assert all(not s.any() for s in sums.values())
             continue
@@ -129,17 +129,17 @@ def test_layers() -> None:
         for (name, g), own in zip(grads.items(), c, strict=True)
     }
     strategy = Clipping(Automatic(0.0), PerLayer())
-    assert_sums(contributed(model, x, lambda o: row_loss(o).sum(), c, strategy), expected, 1e-9)
+    assert_sums(contributed(model, x, lambda o: sample_loss(o).sum(), c, strategy), expected, 1e-9)
 
 
 def test_units() -> None:
     """The direction of the mean of a unit's rows."""
     model, x, owner = mlp(), rows(5), [0, 1, 0, 2, 1]
-    units: UnitRows = unit_rows(owner, "mean")
+    units: UnitSamples = unit_samples(owner, "mean")
     expected = directions(per_sample_gradients(model, x, units=units))
     _, private, optimizer, _ = make_private(model, max_grad_norm=C, clipping=clipping.automatic(0))
     optimizer.grad_state.batch.next_units = units
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     sums = summed(dict(model.named_parameters()))
     assert_sums(sums, {n: C * e.sum(0) for n, e in expected.items()}, 1e-9)
 
@@ -157,7 +157,7 @@ def test_float32_from_tiny_to_huge(name: str, memory_factor: float) -> None:
     build, inputs = MODELS[name]
     model, x = build().float(), inputs()[:1]
     x = x if x.dtype == torch.int64 else x.float()
-    size = norms(per_sample_gradients(model, (x,), lambda out, _: row_loss(out))).item()
+    size = norms(per_sample_gradients(model, (x,), lambda out, _: sample_loss(out))).item()
     twin = copy.deepcopy(model)
     _, private, optimizer, _ = make_private(
         twin, max_grad_norm=C, clipping=clipping.automatic(0), loss_reduction="sum"
@@ -166,7 +166,7 @@ def test_float32_from_tiny_to_huge(name: str, memory_factor: float) -> None:
     seen = {}
     for power in POWERS:
         optimizer.zero_grad()
-        (row_loss(private(x)).sum() * (10.0**power / size)).backward()
+        (sample_loss(private(x)).sum() * (10.0**power / size)).backward()
         seen[power] = length(summed(dict(twin.named_parameters())))
         assert seen[power] <= C
     for power in POWERS:
@@ -229,7 +229,7 @@ def test_half_precision(name: str, whole: bool, dtype: torch.dtype) -> None:
     x = x.to(dtype if whole else torch.float32)
     for weight in (1.0, 2.0**-20, 0.0):
         with torch.autocast("cpu", dtype, enabled=not whole):
-            sums = contributed(model, x, lambda out, w=weight: w * row_loss(out.float()).sum())
+            sums = contributed(model, x, lambda out, w=weight: w * sample_loss(out.float()).sum())
         found = length(sums)
         assert found <= C
         assert found >= C * (1 - 2e-4) or not weight
@@ -277,7 +277,7 @@ def test_thresholds_that_move_still_bound() -> None:
     for _ in range(3):
         expected = directions(per_sample_gradients(_plain(model), x))
         optimizer.zero_grad()
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         c = optimizer.sensitivity.item()
         sums = summed(dict(model.named_parameters()))
         assert_sums(sums, {n: c * e.sum(0) for n, e in expected.items()}, 1e-9)

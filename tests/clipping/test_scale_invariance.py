@@ -19,7 +19,7 @@ from fastclip.clipping import (
     Thresholds,
 )
 from tests.networks import mlp, rows
-from tests.oracle import make_private, relative_error, row_loss, summed
+from tests.oracle import make_private, relative_error, sample_loss, summed
 from tests.strategies import COMBINATIONS, PRESETS, STEPS, label
 
 LAYERS, SAMPLES = 3, 24
@@ -129,6 +129,6 @@ def test_in_a_run(name: str, factor: float) -> None:
         torch.manual_seed(0)
         model, x = mlp(), rows()
         _, private, _, _ = make_private(model, clipping=PRESETS[name])
-        (weight * row_loss(private(x)).mean()).backward()
+        (weight * sample_loss(private(x)).mean()).backward()
         found.append(summed(dict(model.named_parameters())))
     assert (relative_error(found[1], found[0]) <= 1e-9) is PRESETS[name].scale_invariant

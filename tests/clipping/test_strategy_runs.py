@@ -19,7 +19,7 @@ from fastclip import FastPrivacyEngine, clipping
 from fastclip.clipping import Automatic, Clipping, Constant, Global, PerLayer, Quantile
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.networks import mlp
-from tests.oracle import backward, make_private, row_loss
+from tests.oracle import backward, make_private, sample_loss
 from tests.strategies import PRESETS, STEPS
 
 presets = pytest.mark.parametrize("name", PRESETS)
@@ -146,7 +146,7 @@ def test_memory_manager_with_poisson_sampling() -> None:
                 for x, ids in physical:
                     optimizer.zero_grad()
                     engine.set_groups(ids)
-                    row_loss(private(x)).mean().backward()
+                    sample_loss(private(x)).mean().backward()
                     optimizer.step()
                     found += optimizer.threshold.tolist()
         found += [p.sum().item() for p in model.parameters()]
@@ -191,7 +191,7 @@ def test_placeholder_rows_are_not_counted() -> None:
     for x, ids in loader:
         optimizer.zero_grad()
         engine.set_groups(ids)
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         optimizer.step()
         sizes.append(0 if bool(((x == 0) | (x == 1)).all()) else len(x))
         assert optimizer.noisy_counts.sum().item() == sizes[-1]

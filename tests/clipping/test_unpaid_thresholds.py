@@ -13,7 +13,7 @@ from fastclip.errors import ArgumentError
 from fastclip.fairness import FairnessRecorder
 from tests.fairness.by_hand import K
 from tests.networks import mlp, rows
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 
 STRATEGIES = {"dpsgd_f": clipping.dpsgd_f, "naive": clipping.naive_reweighting}
 
@@ -41,7 +41,7 @@ def run(strategy: str, released: int) -> tuple[Any, Any, Any]:
 
 def backward(engine: Any, private: Any) -> None:
     engine.set_groups(torch.arange(7) % K)
-    row_loss(private(rows(7))).mean().backward()
+    sample_loss(private(rows(7))).mean().backward()
 
 
 def shown(engine: Any, optimizer: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from tests.oracle import (
     make_private,
     norms,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -186,7 +186,7 @@ def test_the_denominator_is_public() -> None:
     model, x = mlp(), rows(3)
     params = dict(model.named_parameters())
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.5, batch_size=4)
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     expected = summed(params)
     optimizer.step()
     for name, p in params.items():

@@ -15,7 +15,7 @@ from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from fastclip.data.collate import check_row_order
+from fastclip.data.collate import check_sample_order
 from fastclip.errors import ArgumentError
 from tests.refusal import refused
 
@@ -93,7 +93,7 @@ def as_arrays(rows: list[dict]) -> tuple:
 
 def check(collate: Any, data: Any = None, **options: Any) -> None:
     data = Texts() if data is None else data
-    check_row_order(DataLoader(data, 4, collate_fn=collate), list(range(len(data))), **options)
+    check_sample_order(DataLoader(data, 4, collate_fn=collate), list(range(len(data))), **options)
 
 
 @pytest.mark.parametrize("collate", [padded, as_arrays, lambda rows: [r["name"] for r in rows]])
@@ -200,11 +200,11 @@ def test_random_rows_are_read_once() -> None:
 def test_the_collate_function_of_a_poisson_loader() -> None:
     """Opacus wraps it; what is inside counts."""
     zeros = DataLoader(TensorDataset(torch.zeros(N, 2)), 4)
-    check_row_order(DPDataLoader.from_data_loader(zeros), list(range(N)))
+    check_sample_order(DPDataLoader.from_data_loader(zeros), list(range(N)))
     for collate, way_out in ((padded, None), (by_length, "keeps the order")):
         loader = DPDataLoader.from_data_loader(DataLoader(Texts(), 4, collate_fn=collate))
         with refused(way_out) if way_out else nullcontext():
-            check_row_order(loader, list(range(N)))
+            check_sample_order(loader, list(range(N)))
 
 
 def test_rows_that_are_all_alike_tell_nothing() -> None:

@@ -18,8 +18,8 @@ from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.data.plan import Request, prepare
 from fastclip.data.units import cut_between_units
 from fastclip.errors import BatchSizeError, FastclipError, StepError
-from fastclip.integrations.trainer_run import NumberedRows, SplitCollate
-from fastclip.ops.units import UnitRows
+from fastclip.integrations.trainer_run import NumberedSamples, SplitCollate
+from fastclip.ops.units import UnitSamples
 from tests.refusal import refused
 
 SIZES = (1, 3, 2, 4, 1, 2, 3, 1, 2, 1)
@@ -72,15 +72,15 @@ class Run:
             optimizer=self,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def one_pass(self, x: Any) -> UnitRows:
+    def one_pass(self, x: Any) -> UnitSamples:
         """One step on a batch, as engine and optimizer tell of it."""
         n = 0 if empty(x) else len(x)  # a list stands for an empty batch of a shape not yet known
         with self.batch.clearing() if not self.batch.keeps_sums() else held():
             pass
         self.batch.begin_pass()
-        units = self.batch.unit_rows(n)
+        units = self.batch.unit_samples(n)
         assert units is not None
-        again = self.batch.unit_rows(n)
+        again = self.batch.unit_samples(n)
         assert again is not None
         assert again.owner.equal(units.owner)
         self.contributes = self.batch.find(n)
@@ -102,7 +102,7 @@ def empty(x: Any) -> bool:
     return isinstance(x, list) or not len(x)
 
 
-def assert_whose(units: UnitRows, x: Any) -> list[int]:
+def assert_whose(units: UnitSamples, x: Any) -> list[int]:
     """Rows have one owner exactly where the data say that they have one unit; and all its rows."""
     if empty(x):
         assert units.count == units.largest == 0
@@ -134,10 +134,10 @@ def test_rows_of_single_samples_have_no_units() -> None:
     ledger = FastPrivacyEngine().accountant
     drawing = prepare(DataLoader(Patients(), 8), Request(), ledger, None)
     batch = LogicalBatch()
-    assert batch.unit_rows(3) is None
+    assert batch.unit_samples(3) is None
     batch.draws = drawing.draws
     x = next(iter(drawing.loader))
-    assert batch.unit_rows(len(x)) is None
+    assert batch.unit_samples(len(x)) is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -460,9 +460,9 @@ def test_a_sampler_around_the_one_that_draws(workers: int) -> None:
 @pytest.mark.parametrize("size", [None, 4, 6])
 def test_a_loop_that_cuts_draws_between_units(size: int | None, workers: int) -> None:
     run = Run(14, num_workers=workers, seed=1)
-    object.__setattr__(run.loader, "dataset", NumberedRows(Patients(), IDS))
+    object.__setattr__(run.loader, "dataset", NumberedSamples(Patients(), IDS))
     run.loader.collate_fn = SplitCollate(default_collate, run.loader.dataset, size)
-    run.draws.physical_rows = size
+    run.draws.physical_samples = size
     parts = 0
     for _ in range(4):
         for batches in run.loader:
@@ -478,7 +478,7 @@ def test_a_loop_that_cuts_draws_between_units(size: int | None, workers: int) ->
 
 def test_a_loop_that_cuts_within_a_unit() -> None:
     run = Run(20, seed=1)
-    run.draws.physical_rows = 4
+    run.draws.physical_samples = 4
     x = next(x for x in run.loader if len(x) > 8)
     (first, *_) = cut_between_units(run.draws._waiting[-1].draw.units.sizes, 4)  # type: ignore[union-attr]
     with refused("leave none out", BatchSizeError):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.errors import StepError
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 from tests.refusal import refused
 
 MODES = ("hooks", "functorch", "ew")
@@ -37,7 +37,7 @@ def run(mode: str, model: nn.Module | None = None, **options: Any) -> tuple:
 
 def step(private: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.zero_grad()
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     optimizer.step()
 
 
@@ -158,7 +158,7 @@ def test_two_models_on_one_draw(mode: str) -> None:
         for (x,) in loader:
             first.zero_grad()
             second.zero_grad()
-            row_loss(decode(encode(x).relu())).mean().backward()
+            sample_loss(decode(encode(x).relu())).mean().backward()
             first.step()
             second.step()
 
@@ -184,7 +184,7 @@ def test_two_models_that_hear_of_one_draw(mode: str) -> None:
 
 def test_noise_that_is_added_by_hand() -> None:
     engine, private, optimizer, _, given = run("hooks")
-    row_loss(private(next(iter(given))[0])).mean().backward()
+    sample_loss(private(next(iter(given))[0])).mean().backward()
     optimizer.clip_and_accumulate()
     with pytest.warns(UserWarning, match=SAID):
         optimizer.add_noise()
@@ -210,7 +210,7 @@ def test_four_backward_passes_before_a_step(mode: str) -> None:
     engine, private, optimizer, _, _ = run(mode, poisson_sampling=False)
     optimizer.zero_grad()
     for _ in range(4):
-        row_loss(private(torch.randn(B, 6))).mean().backward()
+        sample_loss(private(torch.randn(B, 6))).mean().backward()
     with pytest.warns(UserWarning, match=SAID):
         optimizer.step()
     assert engine.accountant.history == [(SIGMA / 4, 1.0, 1)]

@@ -13,7 +13,7 @@ from torch import distributed
 from tests.distributed.refused import refusal
 from tests.distributed.training import batches, full, model, private
 from tests.distributed.world import as_torchrun
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 
 def choose_fsdp(state: Any, **options: Any) -> None:
@@ -39,7 +39,7 @@ def loop(kind: str) -> dict[str, Any]:
     drawn = []
     for x, numbers in batches(loader, 12):
         optimizer.zero_grad()
-        accelerator.backward(row_loss(net(x)).mean())
+        accelerator.backward(sample_loss(net(x)).mean())
         optimizer.step()
         drawn.append(numbers.tolist())
     weights = torch.cat([full(p.detach()).reshape(-1) for p in plain.parameters()])

@@ -14,7 +14,7 @@ from fastclip import FastPrivacyEngine
 from fastclip.engine.by_hand import DistributedDPOptimizer, DPOptimizer, GradSampleModule
 from fastclip.errors import FastclipError
 from fastclip.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 ROWS = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).double()
 C, B = 0.5, 10
@@ -40,7 +40,7 @@ def steps(sigma: str) -> dict[str, Any]:
     found = []
     for _ in range(2):
         optimizer.zero_grad()
-        row_loss(wrapped(share())).mean().backward()
+        sample_loss(wrapped(share())).mean().backward()
         optimizer.step()
         found.append([p.detach().clone() for p in model.parameters()])
     return {"weights": found}
@@ -61,7 +61,7 @@ def penalized() -> dict[str, Any]:
             optimizer.zero_grad()
             pairs = zip(model.parameters(), sent, strict=True)
             near = torch.stack([(p - s).square().sum() for p, s in pairs]).sum()
-            (row_loss(private(x)).mean() + 0.1 * near).backward()
+            (sample_loss(private(x)).mean() + 0.1 * near).backward()
             optimizer.step()
             found.append([p.detach().clone() for p in model.parameters()])
     return {"weights": found}
@@ -76,7 +76,7 @@ def alone() -> str:
             torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=C,
             expected_batch_size=B,
         )  # fmt: skip
-        row_loss(wrapped(share())).mean().backward()
+        sample_loss(wrapped(share())).mean().backward()
         optimizer.step()
     except FastclipError as error:
         return str(error)

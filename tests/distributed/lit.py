@@ -20,7 +20,7 @@ from fastclip import FastPrivacyEngine
 from fastclip.integrations.lightning import DPLightningDataModule, PrivacyCallback, make_private
 from tests.distributed.training import BATCH, STRATEGIES, N, Rows, full, model
 from tests.distributed.world import as_torchrun
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 DELTA = 1e-3
 
@@ -66,7 +66,7 @@ class Module(pl.LightningModule):
         return self.net(x)
 
     def loss(self, batch: Any) -> Tensor:
-        return row_loss(self(batch[0])).mean()
+        return sample_loss(self(batch[0])).mean()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         self.drawn.append(batch[1].tolist())
@@ -75,7 +75,7 @@ class Module(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.log("validation", row_loss(self(batch[0])).mean(), sync_dist=True)
+        self.log("validation", sample_loss(self(batch[0])).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
@@ -88,14 +88,14 @@ class PastForward(Module):
     """Its training step runs the network by itself."""
 
     def loss(self, batch: Any) -> Tensor:
-        return row_loss(self.net(batch[0])).mean()
+        return sample_loss(self.net(batch[0])).mean()
 
 
 class Gathers(Module):
     """Its loss is of the rows of all ranks."""
 
     def loss(self, batch: Any) -> Tensor:
-        return row_loss(self.all_gather(self(batch[0]), sync_grads=True)).mean()
+        return sample_loss(self.all_gather(self(batch[0]), sync_grads=True)).mean()
 
 
 class Manual(Module):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastclip.errors import FastclipError
 from tests.networks import mlp, rows
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 
 
 class Part(nn.Module):
@@ -45,7 +45,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 def trained_later(wrap: Callable[[nn.Module], nn.Module], private: nn.Module) -> None:
     """A backward pass of a model that was made private before there was a process group."""
-    row_loss(wrap(private)(rows())).mean().backward()
+    sample_loss(wrap(private)(rows())).mean().backward()
 
 
 def hooks() -> None:
@@ -53,7 +53,7 @@ def hooks() -> None:
     _, private, optimizer, _ = make_private(
         DPDDP(mlp()), grad_sample_mode="hooks", poisson_sampling=True
     )
-    row_loss(private(rows())).mean().backward()
+    sample_loss(private(rows())).mean().backward()
     optimizer.step()
 
 
@@ -63,7 +63,7 @@ def told(folder: str) -> dict[str, str]:
     distributed.destroy_process_group()  # some models come before there is a group
     torch.manual_seed(0)
     before = [make_private(mlp()) for _ in range(4)]
-    waiting = row_loss(before[3][1](rows())).mean()
+    waiting = sample_loss(before[3][1](rows())).mean()
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/later", rank=rank, world_size=2
     )

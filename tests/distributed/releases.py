@@ -30,7 +30,7 @@ from tests.distributed.training import (
     run,
     wrapped,
 )
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 SIGMA = 1.5
 
@@ -59,7 +59,7 @@ def noise(kind: str) -> dict[str, Tensor]:
         steps = []
         for x, _ in batches(loader, 3):
             optimizer.zero_grad()
-            row_loss(net(x.float())).mean().backward()
+            sample_loss(net(x.float())).mean().backward()
             optimizer.step()
             wide = [p for name, p in module.named_parameters() if "wide" in name]
             steps.append(torch.cat([full(p.grad).reshape(-1) for p in wide]))
@@ -98,7 +98,7 @@ def one_row(kind: str) -> dict[str, Tensor]:
             _, net, optimizer, _ = private(module, poisson=False, lr=0.0, loader=sampled())
             x = Rows().x[rank() :: distributed.get_world_size()].to(dtype)
             x = 1e3 * x if there or rank() else 1e3 * x[1:]
-            row_loss(net(x)).mean().backward()
+            sample_loss(net(x)).mean().backward()
             optimizer.step()
             gradient = torch.cat([full(p.grad).double().reshape(-1) for p in module.parameters()])
             found[f"{name} {there}"] = gradient * optimizer.expected_batch_size
@@ -156,19 +156,19 @@ def refusals() -> dict[str, str]:
     def stepped_apart() -> None:
         made = private(module(), poisson=False, loader=sampled())
         made[2].noise_multiplier = 1.0 + rank()
-        row_loss(made[1](Rows().x[:2])).mean().backward()
+        sample_loss(made[1](Rows().x[:2])).mean().backward()
         made[2].step()
 
     def clipped_apart() -> None:
         made = private(module(), poisson=False, loader=sampled(), sigma=1.0)
         made[2].max_grad_norm = 1.0 + rank()
-        row_loss(made[1](Rows().x[:2])).mean().backward()
+        sample_loss(made[1](Rows().x[:2])).mean().backward()
         made[2].step()
 
     def schedules_apart() -> None:
         made = private(module(), poisson=False, loader=sampled(), sigma=1.0)
         made[2].param_groups[0]["lr"] *= 1 + rank()
-        row_loss(made[1](Rows().x[:2])).mean().backward()
+        sample_loss(made[1](Rows().x[:2])).mean().backward()
         made[2].step()
 
     def epochs_apart() -> None:
@@ -176,7 +176,7 @@ def refusals() -> dict[str, str]:
         made = private(module(), poisson=False, loader=loader)
         made[3].sampler.set_epoch(rank())
         for x, _ in batches(made[3], 1):
-            row_loss(made[1](x)).mean().backward()
+            sample_loss(made[1](x)).mean().backward()
             made[2].step()
 
     def another_order() -> None:
@@ -269,7 +269,7 @@ def ordinary() -> bool:
     made = private(module)
     made[1].cleanup()
     x = Rows().x[rank() :: 2][:4]
-    row_loss(module(x)).mean().backward()
+    sample_loss(module(x)).mean().backward()
     gradient = module.module.head.weight.grad.clone()
     both = [torch.empty_like(gradient) for _ in range(2)]
     distributed.all_gather(both, gradient)

@@ -18,7 +18,7 @@ from fastclip import BatchMemoryManager
 from fastclip.backward import state
 from fastclip.backward.state import ShardedSums
 from tests.distributed.training import batches, full, private, spread
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 N, STEPS = 24, 8
 
@@ -211,7 +211,7 @@ def step(made: tuple, net: Any, x: Tensor) -> None:
     if hasattr(net, "steps"):
         net.steps += 1
     made[2].zero_grad()
-    row_loss(made[1](x)).mean().backward()
+    sample_loss(made[1](x)).mean().backward()
     made[2].step()
 
 
@@ -372,7 +372,7 @@ def mixed() -> dict[str, Any]:
             x = 100 * x.to(torch.bfloat16 if name == "cast by hand" else torch.float32)
             with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
                 y = made[1](x)
-            row_loss(y.float()).mean().backward()
+            sample_loss(y.float()).mean().backward()
             made[2].step()
             break
         found[name] = torch.cat([full(p.grad).reshape(-1) for p in net.parameters()])
@@ -393,7 +393,7 @@ def cleaned() -> list[bool]:
     for x, _ in batches(made[3], 2):
         step(made, net, x)
     made[1].cleanup()
-    row_loss(net(torch.ones(2, 6).double())).mean().backward()
+    sample_loss(net(torch.ones(2, 6).double())).mean().backward()
     return [bool(full(p.grad).any()) for p in net.parameters()]
 
 

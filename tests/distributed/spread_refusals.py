@@ -17,7 +17,7 @@ from fastclip import BatchMemoryManager, FastPrivacyEngine
 from fastclip.errors import FastclipError
 from tests.distributed.spread_models import MODELS, Experts, built, made_of, plain, sharded, step
 from tests.distributed.training import batches, full, private, rank, replicas, spread
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 
 def tensor_parallel() -> None:
@@ -107,7 +107,7 @@ def summed(change: Callable[[Any], None]) -> None:
     with begun() as (made, net):
         for x, _ in batches(made[3], 1):
             made[2].zero_grad()
-            row_loss(made[1](x)).mean().backward()
+            sample_loss(made[1](x)).mean().backward()
             change(net[0].weight)
             made[2].step()
 
@@ -130,7 +130,7 @@ def run_on(made: tuple, net: nn.Module) -> None:
 def penalty() -> None:
     with begun() as (made, net):
         for x, _ in batches(made[3], 1):
-            loss = row_loss(made[1](x)).mean() + full(net[0].weight.square().sum())
+            loss = sample_loss(made[1](x)).mean() + full(net[0].weight.square().sum())
             loss.backward()
 
 
@@ -144,7 +144,7 @@ def thawed() -> None:
 
 def as_step() -> None:
     with begun() as (made, _net):
-        made[0].make_step(made[1], lambda model, x: row_loss(model(x)), physical_batch=4)
+        made[0].make_step(made[1], lambda model, x: sample_loss(model(x)), physical_batch=4)
 
 
 def forgotten() -> None:
@@ -154,7 +154,7 @@ def forgotten() -> None:
         with BatchMemoryManager(data_loader=made[3], **options) as parts:
             for number, (x, _) in enumerate(parts):
                 made[2].zero_grad()
-                row_loss(made[1](x)).mean().backward()
+                sample_loss(made[1](x)).mean().backward()
                 if rank() == 0 and number == 0:
                     made[2].discard_logical_batch()
                 else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.distributed import by_hand, world
-from tests.oracle import clipped_sum, per_sample_gradients, row_loss
+from tests.oracle import clipped_sum, per_sample_gradients, sample_loss
 
 
 def test_steps_are_of_all_ranks_rows(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_steps_are_of_all_ranks_rows(tmp_path: Path) -> None:
     found = world.run(2, "tests.distributed.by_hand:steps", tmp_path, "0.0")
     model = by_hand.network()
     for k in range(2):
-        want = clipped_sum(per_sample_gradients(model, by_hand.ROWS, row_loss), by_hand.C)
+        want = clipped_sum(per_sample_gradients(model, by_hand.ROWS, sample_loss), by_hand.C)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p -= want[name] / by_hand.B
@@ -44,7 +44,7 @@ def test_a_penalty_is_added_once_by_all_ranks(tmp_path: Path) -> None:
     model = by_hand.network()
     sent = [p.detach() + 0.3 for p in model.parameters()]
     for k in range(4):
-        want = clipped_sum(per_sample_gradients(model, by_hand.ROWS, row_loss), by_hand.C)
+        want = clipped_sum(per_sample_gradients(model, by_hand.ROWS, sample_loss), by_hand.C)
         with torch.no_grad():
             for (name, p), s in zip(model.named_parameters(), sent, strict=True):
                 p -= want[name] / by_hand.B + 0.2 * (p - s)

@@ -13,7 +13,7 @@ from fastclip import FastPrivacyEngine
 from fastclip.errors import GraphError, UnsupportedLayerError
 from tests.distributed import world
 from tests.networks import mlp, rows
-from tests.oracle import backward, make_private, row_loss
+from tests.oracle import backward, make_private, sample_loss
 from tests.refusal import refused
 
 WAY_OUT = "(DistributedDataParallel, or call fully_shard on it, before|to) make_private"
@@ -76,7 +76,7 @@ def test_ddp_around_the_private_model(wrap_model: bool) -> None:
     private = make_private(model, wrap_model=wrap_model)[1]
     outside = DDP(private if wrap_model else model)
     with refused("runs inside DistributedDataParallel.*" + WAY_OUT, GraphError):
-        row_loss(outside(rows())).mean().backward()
+        sample_loss(outside(rows())).mean().backward()
     private.cleanup()
     inside = nn.Sequential(DDP(mlp()))
     with refused(r"^0 \(DistributedDataParallel\)", UnsupportedLayerError):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, Planner, clipping
 from tests.opacus_runs import draw_alike
-from tests.oracle import make_private, per_sample_gradients, row_loss, summed
+from tests.oracle import make_private, per_sample_gradients, sample_loss, summed
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
 
@@ -113,7 +113,7 @@ def test_per_layer_clipping() -> None:
     thresholds = [0.05 * (i + 1) for i in range(len(list(model.parameters())))]
     reference = per_sample_gradients(model, x)
     _, private, optimizer, _ = make_private(model, max_grad_norm=thresholds, clipping="per_layer")
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     for (name, clipped), threshold in zip(
         summed(dict(model.named_parameters())).items(), thresholds, strict=True
     ):
@@ -143,7 +143,7 @@ def test_a_subset_of_touched_layers_keeps_its_own_threshold() -> None:
     _, private, optimizer, _ = make_private(
         model, max_grad_norm=[100.0, 100.0, 0.3], clipping=clipping.per_layer()
     )
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     expected = (0.3 / reference.norm(dim=1)) @ reference
     torch.testing.assert_close(model.used.weight.summed_grad.flatten(), expected)
     optimizer.step()
@@ -163,7 +163,7 @@ def test_noise_has_the_stated_deviation() -> None:
 
     net = Net()
     _, private, optimizer, _ = make_private(net, max_grad_norm=0.5, noise_multiplier=3.0)
-    row_loss(private(torch.randn(4, 3))).mean().backward()
+    sample_loss(private(torch.randn(4, 3))).mean().backward()
     optimizer.step()
     draws = net.untouched.weight.grad.double().flatten() * optimizer.expected_batch_size / 1.5
     low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], len(draws))
@@ -177,14 +177,14 @@ def test_without_wrapping_and_cleanup() -> None:
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     plain = copy.deepcopy(model)
     _, handle, _, _ = make_private(model, wrap_model=False)
-    row_loss(model(x)).mean().backward()
+    sample_loss(model(x)).mean().backward()
     assert all(p.grad is None for p in model.parameters())
     assert all(p.summed_grad is not None for p in model.parameters())
     handle.cleanup()
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert all(not vars(p) and not p._backward_hooks for p in model.parameters())
-    row_loss(model(x)).mean().backward()
-    row_loss(plain(x)).mean().backward()
+    sample_loss(model(x)).mean().backward()
+    sample_loss(plain(x)).mean().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
 
@@ -207,7 +207,7 @@ def test_checkpoint() -> None:
         optimizer.generator.manual_seed(seed)
         for x, _ in loader:
             optimizer.zero_grad()
-            row_loss(model(x)).mean().backward()
+            sample_loss(model(x)).mean().backward()
             optimizer.step()
         return flat(model)
 
@@ -237,7 +237,7 @@ def test_schedulers() -> None:
     _, private, optimizer, _ = make_private(model, noise_multiplier=2.0)
     noise = StepNoise(optimizer, step_size=1, gamma=0.5)
     clip = ExponentialGradClip(optimizer, gamma=0.25)
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     noise.step()
     clip.step()
     assert optimizer.noise_multiplier == 1.0
@@ -245,7 +245,7 @@ def test_schedulers() -> None:
     assert optimizer.sensitivity == 1.0  # of the batch that is already clipped
     optimizer.step()
     optimizer.zero_grad()
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     assert optimizer.sensitivity == float(optimizer.threshold) == 0.25
 
 
@@ -276,7 +276,7 @@ def test_plan_names_every_trainable_layer() -> None:
     engine, private, _, _ = make_private(model)
     assert [row.path for row in engine.plan().rows] == ["2", "3"]
     assert "not seen yet" in str(engine.plan())
-    row_loss(private(torch.randn(4, WIDTH))).mean().backward()
+    sample_loss(private(torch.randn(4, WIDTH))).mean().backward()
     rows = {row.path: row for row in engine.plan().rows}
     assert (rows["3"].rule, rows["3"].method) == ("linear", "ghost")
     assert rows["3"].nbytes == 4 * 4 * (8 + CLASSES)  # a [4, 8] and g [4, 3] in float32
@@ -293,7 +293,7 @@ def test_the_planner_is_the_users(factor: float) -> None:
         data_loader=DataLoader(data(), batch_size=6), noise_multiplier=0.0, max_grad_norm=1.0,
         poisson_sampling=False,
     )  # fmt: skip
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     assert (engine.plan().rows[0].method == "keep") is (factor > 0)
     flat_rows = torch.cat([g.flatten(1) for g in reference.values()], dim=1)
     torch.testing.assert_close(
@@ -310,7 +310,7 @@ def test_torch_schedulers_and_closures() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = row_loss(private(x)).mean()
+        loss = sample_loss(private(x)).mean()
         loss.backward()
         return loss
 

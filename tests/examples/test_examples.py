@@ -12,7 +12,7 @@ from torch import nn
 from bench.processes import ROOT
 from examples.custom_layer import Scale
 from examples.data import digits, functions
-from tests.oracle import DTYPES, check_exact, make_private, row_loss
+from tests.oracle import DTYPES, check_exact, make_private, sample_loss
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -26,16 +26,16 @@ def test_the_custom_layer_is_exact(shape: tuple, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(0, 6), (0, 4, 6)])
 def test_the_custom_layer_takes_an_empty_batch(shape: tuple) -> None:
     _, private, optimizer, _ = make_private(nn.Sequential(nn.Linear(6, 6), Scale(6)))
-    row_loss(private(torch.randn(5, *shape[1:]))).mean().backward()
+    sample_loss(private(torch.randn(5, *shape[1:]))).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    row_loss(private(torch.randn(shape))).sum().backward()
+    sample_loss(private(torch.randn(shape))).sum().backward()
     assert all(not p.summed_grad.any() for p in private.parameters())
 
 
 def test_the_custom_layer_uses_its_rule() -> None:
     engine, private, _, _ = make_private(nn.Sequential(nn.Linear(6, 6), Scale(6)))
-    row_loss(private(torch.randn(5, 6))).mean().backward()
+    sample_loss(private(torch.randn(5, 6))).mean().backward()
     assert [row.rule for row in engine.plan().rows] == ["linear", "scale"]
 
 

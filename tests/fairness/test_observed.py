@@ -20,7 +20,7 @@ from fastclip.fairness import FairnessRecorder
 from tests import test_units as units
 from tests.fairness.by_hand import CASES, B, C, K
 from tests.networks import mlp, rows
-from tests.oracle import make_private, norms, per_sample_gradients, row_loss
+from tests.oracle import make_private, norms, per_sample_gradients, sample_loss
 from tests.strategies import PRESETS
 
 GROUPS = ("a", "b", "c")
@@ -81,7 +81,7 @@ def test_norms_by_group_are_those_of_autograd(name: str) -> None:
         ours.append((group, n, n * scales, (n > thresholds).double()))
         optimizer.zero_grad()
         engine.set_groups(group)
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         seen.observe(optimizer, {"group": group})
         optimizer.step()
         seen.close_period(number)
@@ -101,7 +101,7 @@ def test_layers_have_no_norm_of_the_whole() -> None:
     _, model, private, optimizer, _ = start("per_layer", max_grad_norm=[0.1] * 4)
     x, seen = rows(6), recorder()
     before = one_at_a_time(model, x)
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     seen.observe(optimizer, {"group": torch.zeros(6, dtype=torch.int64)})
     seen.close_period(1)
     found = observed(seen.frame())
@@ -121,7 +121,7 @@ def test_a_sample_that_is_not_finite_is_clipped_to_nothing() -> None:
     x, group, seen = rows(6), torch.arange(6) % 3, recorder()
     n = one_at_a_time(model, x)
     x[1] = math.nan
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     seen.observe(optimizer, {"group": group})
     seen.close_period(1)
     found = observed(seen.frame())
@@ -154,7 +154,7 @@ def poisson(strategy: Any, limit: int | None, **options: Any) -> tuple[FairnessR
         for x, group in loader:
             optimizer.zero_grad()
             engine.set_groups(group)
-            losses = row_loss(private(x))
+            losses = sample_loss(private(x))
             (losses.mean() if len(x) else losses.sum()).backward()
             seen.observe(optimizer, {"group": group, "other": group % 2})
             optimizer.step()
@@ -264,7 +264,7 @@ def test_groups_that_are_refused(groups: Any, error: type[Exception], message: s
     engine, _, private, optimizer, _ = start(clipping.dpsgd_f(K))
     seen = recorder()
     engine.set_groups(torch.arange(6) % 3)
-    row_loss(private(rows(6))).mean().backward()
+    sample_loss(private(rows(6))).mean().backward()
     with pytest.raises(error, match=message):
         seen.observe(optimizer, groups)
     seen.close_period(1)
@@ -274,7 +274,7 @@ def test_groups_that_are_refused(groups: Any, error: type[Exception], message: s
 def test_what_fails_for_one_attribute_counts_for_none() -> None:
     _, _, private, optimizer, _ = start(clipping.dp_sgd())
     seen = recorder(other=("x", "y"))
-    row_loss(private(rows(6))).mean().backward()
+    sample_loss(private(rows(6))).mean().backward()
     with pytest.raises(ArgumentError, match="for other"):
         seen.observe(optimizer, {"group": torch.arange(6) % 3, "other": torch.full((6,), 2)})
     seen.close_period(1)
@@ -306,7 +306,7 @@ def test_strategies_of_groups_need_to_know_which(name: str, protected: Any, mess
     engine, _, private, optimizer, _ = start(CASES[name].strategy)
     seen = recorder(protected, two=("x", "y"))
     engine.set_groups(torch.arange(6) % 3)
-    row_loss(private(rows(6))).mean().backward()
+    sample_loss(private(rows(6))).mean().backward()
     groups = {"group": torch.arange(6) % 3, "two": torch.arange(6) % 2}
     with pytest.raises(ArgumentError, match=message):
         seen.observe(optimizer, groups)
@@ -331,7 +331,7 @@ def train(name: str, seen: FairnessRecorder | None) -> dict[str, Any]:
         x, group = rows(6), torch.arange(6) % 3
         optimizer.zero_grad()
         engine.set_groups(group)
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         if seen is not None:
             seen.observe(optimizer, {"group": group})
         optimizer.step()
@@ -376,7 +376,7 @@ def test_observing_waits_for_nothing(
     """On the meta device any look at a value raises."""
     twin = mlp()
     _, here, _, _ = make_private(copy.deepcopy(twin))
-    row_loss(here(rows(6))).mean().backward()  # finds the samples' axis, which needs values
+    sample_loss(here(rows(6))).mean().backward()  # finds the samples' axis, which needs values
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it knows no meta device
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     c, strategy = (1.0, PRESETS[name]) if name in PRESETS else ([1.0] * 4, name)

@@ -20,7 +20,7 @@ from fastclip.fairness import FairnessRecorder
 from fastclip.fairness.recorder import COLUMNS
 from tests.fairness.by_hand import K
 from tests.networks import mlp, rows
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 
 ATTRIBUTES = {"group": ("a", "b", "c"), "a/b c": ("x", "y")}
 
@@ -51,7 +51,7 @@ def train(interrupted: bool, dtype: Any = float) -> pd.DataFrame:
         optimizer.zero_grad()
         own = groups(7)
         engine.set_groups(own["group"])
-        row_loss(private(rows(7))).mean().backward()
+        sample_loss(private(rows(7))).mean().backward()
         seen.observe(optimizer, own)
         optimizer.step()
         if interrupted and step % 2 == 0:
@@ -83,7 +83,7 @@ def test_a_state_is_a_copy() -> None:
 
     def observe() -> None:
         optimizer.zero_grad()
-        row_loss(private(rows(6))).mean().backward()
+        sample_loss(private(rows(6))).mean().backward()
         seen.observe(optimizer, groups(6))
 
     observe()
@@ -103,7 +103,7 @@ def test_a_state_is_a_copy() -> None:
 def test_the_state_of_others_is_refused() -> None:
     other = FairnessRecorder({"group": ("a", "b")}, ("no", "yes"))
     _, private, optimizer, _ = make_private(mlp())
-    row_loss(private(rows(4))).mean().backward()
+    sample_loss(private(rows(4))).mean().backward()
     other.observe(optimizer, {"group": torch.zeros(4, dtype=torch.int64)})
     seen = recorder()
     evaluate(seen, 1)
@@ -127,7 +127,7 @@ def test_thresholds(strategy: Any, told: dict[tuple[str, str], float] | None) ->
         mlp(), clipping=strategy, max_grad_norm=0.5, noise_multiplier=0.7
     )
     engine.set_groups(groups(6)["group"])
-    row_loss(private(rows(6))).mean().backward()
+    sample_loss(private(rows(6))).mean().backward()
     optimizer.step()
     seen = recorder()
     seen.thresholds(4, optimizer)
@@ -149,7 +149,7 @@ def test_thresholds(strategy: Any, told: dict[tuple[str, str], float] | None) ->
 def test_weights_of_groups_are_written() -> None:
     engine, private, optimizer, _ = make_private(mlp(), clipping=clipping.naive_reweighting(K))
     engine.set_groups(groups(6)["group"])
-    row_loss(private(rows(6))).mean().backward()
+    sample_loss(private(rows(6))).mean().backward()
     optimizer.step()
     seen = recorder()
     seen.thresholds(1, optimizer)
@@ -166,7 +166,7 @@ def test_thresholds_that_are_not_paid_for_are_refused() -> None:
     )
     seen = recorder()
     engine.set_groups(groups(6)["group"])
-    row_loss(private(rows(6))).mean().backward()
+    sample_loss(private(rows(6))).mean().backward()
     with pytest.raises(ArgumentError, match=r"which optimizer.step\(\) pays for"):
         seen.thresholds(1, optimizer)
     optimizer.step()
@@ -177,7 +177,7 @@ def test_thresholds_that_are_not_paid_for_are_refused() -> None:
 @pytest.mark.parametrize("strategy", [clipping.adaptive(), clipping.dp_sgd()])
 def test_thresholds_of_counts_without_noise_are_not_private(strategy: Any) -> None:
     _, private, optimizer, _ = make_private(mlp(), clipping=strategy, noise_multiplier=0.0)
-    row_loss(private(rows(6))).mean().backward()
+    sample_loss(private(rows(6))).mean().backward()
     optimizer.step()
     seen = recorder()
     seen.thresholds(1, optimizer)
@@ -190,7 +190,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     seen = recorder()
     for step in (3, 5):
         optimizer.zero_grad()
-        row_loss(private(rows(2))).mean().backward()  # of group c is nobody
+        sample_loss(private(rows(2))).mean().backward()  # of group c is nobody
         seen.observe(optimizer, groups(2))
         optimizer.step()
         seen.close_period(step)

@@ -21,7 +21,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -201,5 +201,5 @@ def test_the_reference_is_computed_first(name: str, graph: bool) -> None:
             reference = private(x).detach()
         out = private(x)
         assert not torch.equal(reference, out)
-        row_loss(out).mean().backward()
+        sample_loss(out).mean().backward()
         assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, 0.1), 1e-10)

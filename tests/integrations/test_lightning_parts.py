@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.accounting import epsilon
 from fastclip.errors import ArgumentError, BatchSizeError
-from tests.oracle import clipped_sum, per_sample_gradients, relative_error, row_loss
+from tests.oracle import clipped_sum, per_sample_gradients, relative_error, sample_loss
 from tests.refusal import refused
 
 pytest.importorskip("lightning", reason="lightning is not installed")
@@ -59,7 +59,7 @@ class Two(pl.LightningModule):
             grads = per_sample_gradients(plain(part), x) if len(x) else None
             before = copy.deepcopy(part.state_dict())
             optimizer.zero_grad()
-            self.manual_backward(row_loss(part(x)).mean())
+            self.manual_backward(sample_loss(part(x)).mean())
             optimizer.step()
             assert optimizer.last_step_was_real
             moved = {n: (before[n] - v) / LR * BATCH for n, v in part.state_dict().items()}
@@ -150,16 +150,16 @@ class Gan(Two):
         (x,), (critic, generator) = batch, self.optimizers()
         noise = torch.randn(len(x), 6, dtype=torch.float64)
         critic.zero_grad()
-        real = row_loss(self.first(x)) + row_loss(self.first(self.second(noise).detach()))
+        real = sample_loss(self.first(x)) + sample_loss(self.first(self.second(noise).detach()))
         self.manual_backward(real.mean() if len(x) else real.sum())
         critic.step()
         generator.zero_grad()
         before = self.second.weight.detach().clone()
         z = torch.randn(4, 6, dtype=torch.float64)
         with self.engine.paused():
-            self.manual_backward(row_loss(self.first(self.second(z))).mean())
+            self.manual_backward(sample_loss(self.first(self.second(z))).mean())
         expected = torch.autograd.grad(
-            row_loss(plain(self.first)(self.second(z))).mean(), self.second.weight
+            sample_loss(plain(self.first)(self.second(z))).mean(), self.second.weight
         )[0]
         generator.step()
         moved = (before - self.second.weight.detach()) / LR
@@ -195,7 +195,7 @@ class Head(Two):
         return self.first(self.second(x))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        return row_loss(self(batch[0])).sum() / max(len(batch[0]), 1)
+        return sample_loss(self(batch[0])).sum() / max(len(batch[0]), 1)
 
 
 @pytest.mark.parametrize("part", [False, True])
@@ -223,7 +223,7 @@ def test_a_private_head_on_a_public_trunk(part: bool) -> None:
     for _ in range(2):
         for (x,) in drawn:
             optimizer.zero_grad()
-            (row_loss(model(x)).sum() / max(len(x), 1)).backward()
+            (sample_loss(model(x)).sum() / max(len(x), 1)).backward()
             optimizer.step()
     assert relative_error(dict(module.first.state_dict()), dict(hand.first.state_dict())) < 1e-10
 

@@ -25,19 +25,19 @@ model, optimizer, loader = engine.make_private_with_epsilon(
     num_groups=2,
 )
 recorder = FairnessRecorder({"sex": ("men", "women")}, ("no", "yes"), protected="sex")
-row_losses = nn.CrossEntropyLoss(reduction="none")
+sample_losses = nn.CrossEntropyLoss(reduction="none")
 for epoch in range(4):
     for inputs, targets, groups in loader:
         optimizer.zero_grad()
         engine.set_groups(groups)
-        row_losses(model(inputs), targets).mean().backward()
+        sample_losses(model(inputs), targets).mean().backward()
         recorder.observe(optimizer, {"sex": groups})
         optimizer.step()
     recorder.close_period(epoch)
     recorder.thresholds(epoch, optimizer)
 logits = model(x[500:]).detach()
 recorder.evaluate(
-    3, losses=row_losses(logits, y[500:]), predictions=logits.argmax(1), labels=y[500:],
+    3, losses=sample_losses(logits, y[500:]), predictions=logits.argmax(1), labels=y[500:],
     groups={"sex": sex[500:]}, epsilon=engine.get_epsilon(1e-3),
 )  # fmt: skip
 fairness_report(recorder, "report.html", title="By sex")

@@ -30,7 +30,7 @@ from tests.oracle import (
     clipped_sum,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -111,7 +111,7 @@ def test_hooks_leave_the_model_itself() -> None:
     assert_sums(summed(params), clipped_sum(per_sample_gradients(twin, x), 0.5), TOLERANCE)
     optimizer.step()
     handle.cleanup()
-    row_loss(model(x)).mean().backward()
+    sample_loss(model(x)).mean().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -318,7 +318,7 @@ def test_hooks_that_are_disabled() -> None:
     assert all(p.summed_grad is None for p in model.parameters())
     wrapped.enable_hooks()
     x = rows()
-    want = clipped_sum(per_sample_gradients(network_of(model), x, row_loss), 0.5)
+    want = clipped_sum(per_sample_gradients(network_of(model), x, sample_loss), 0.5)
     backward(wrapped, x)
     assert_sums(summed(dict(model.named_parameters())), want, TOLERANCE)
 
@@ -338,7 +338,7 @@ def test_a_copy_is_a_model_by_hand_too() -> None:
         expected_batch_size=5,
     )  # fmt: skip
     x = rows()
-    want = clipped_sum(per_sample_gradients(network_of(wrapped._module), x, row_loss), 0.5)
+    want = clipped_sum(per_sample_gradients(network_of(wrapped._module), x, sample_loss), 0.5)
     backward(copied, x)
     assert_sums(summed(dict(copied._module.named_parameters())), want, TOLERANCE)
     optimizer.step()

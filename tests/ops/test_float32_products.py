@@ -34,7 +34,7 @@ from tests.float32_flags import (
     keeps_float32,
 )
 from tests.interrupts import at_every_line
-from tests.oracle import make_private, row_loss, summed
+from tests.oracle import make_private, sample_loss, summed
 from tests.test_no_synchronization import MODELS
 
 PRODUCTS = {
@@ -153,13 +153,13 @@ def test_a_step(name: str, allow: Callable[[], None]) -> None:
     build, inputs = EVERY_MODEL[name]
     _, private, optimizer, _ = make_private(build(), noise_multiplier=1.0)
     x = inputs()
-    row_loss(private(x)).mean().backward()  # what the first pass looks at
+    sample_loss(private(x)).mean().backward()  # what the first pass looks at
     optimizer.step()
     optimizer.zero_grad()
     allow()
     before, deep = flags(), inherited()
     with Spy() as spy:
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         optimizer.step()
     assert spy.engine
     assert spy.model

@@ -26,7 +26,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.families import FAMILIES, gradients_under, losses_under
@@ -136,13 +136,13 @@ def test_layers_without_a_rule(dtype: torch.dtype) -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=C)
     with torch.autocast("cpu", dtype=dtype):
         out = private(x)
-    row_loss(out.float()).mean().backward()
+    sample_loss(out.float()).mean().backward()
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 2 * NORM[dtype]
     assert_sums(summed(params), clipped_sum(grads, C), SUM[dtype])
 
 
 def _loss(out: torch.Tensor, _: None) -> torch.Tensor:
-    return row_loss(out.float())
+    return sample_loss(out.float())
 
 
 class Leaky(nn.Module):

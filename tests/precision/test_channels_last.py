@@ -23,7 +23,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.families import cross_entropy, gradients_under, losses_under
@@ -91,7 +91,7 @@ def test_the_same_numbers_in_every_format() -> None:
     for form in (torch.contiguous_format, LAST):
         twin = copy.deepcopy(model).to(memory_format=form)
         _, private, optimizer, _ = make_private(twin, max_grad_norm=0.5)
-        row_loss(private(x.to(memory_format=form))).mean().backward()
+        sample_loss(private(x.to(memory_format=form))).mean().backward()
         found.append((optimizer.per_sample_norms, summed(dict(twin.named_parameters()))))
     assert relative_error(found[1][0], found[0][0]) <= 1e-12
     assert relative_error(found[1][1], found[0][1]) <= 1e-12

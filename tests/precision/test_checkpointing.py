@@ -30,7 +30,7 @@ from tests.oracle import (
     make_private,
     norms,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.families import FAMILIES, TRANSFORMERS, gradients_under, losses_under
@@ -255,7 +255,7 @@ def _gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     rows = []
     for i in range(len(x)):
         twin.zero_grad()
-        row_loss(twin(x[i : i + 1])).sum().backward()
+        sample_loss(twin(x[i : i + 1])).sum().backward()
         rows.append({n: p.grad.clone() for n, p in twin.named_parameters()})
     return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
 
@@ -270,10 +270,10 @@ def test_float16_and_a_loss_scale(kind: str) -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=C)
     with torch.autocast("cpu", dtype=dtype):
         out = private(x)
-    fastclip.GradScaler(init_scale=1024.0).scale(row_loss(out.float()).mean()).backward()
+    fastclip.GradScaler(init_scale=1024.0).scale(sample_loss(out.float()).mean()).backward()
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 2e-4
     assert_sums(summed(params), clipped_sum(grads, C), 1e-3)
 
 
 def _loss(out: torch.Tensor, _: None) -> torch.Tensor:
-    return row_loss(out.float())
+    return sample_loss(out.float())

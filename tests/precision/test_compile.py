@@ -27,7 +27,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.families import FAMILIES, gradients_under, losses_under
@@ -97,7 +97,7 @@ WAYS = {way.__name__: way for way in (before, after, in_place, after_in_place)}
 
 
 def check(
-    way: Callable[..., tuple], model: nn.Module, batch: Batch, loss_fn: LossFn = row_loss, *,
+    way: Callable[..., tuple], model: nn.Module, batch: Batch, loss_fn: LossFn = sample_loss, *,
     backend: str = "aot_eager", tol: float = F32,
 ) -> None:  # fmt: skip
     """Steps of a compiled private model, exact: two that are traced, and two with something compiled."""
@@ -175,7 +175,7 @@ def test_a_loop_of_the_loader() -> None:
     sizes = []
     for (x,) in loader:
         optimizer.zero_grad()
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         optimizer.step()
         sizes.append(len(x))
     assert 0 in sizes
@@ -211,7 +211,7 @@ def test_back_to_an_ordinary_model() -> None:
     private = make_private(compiled, optimizer_params=parameters)[1]
     backward(private, x)
     assert private.to_standard_module() is compiled
-    row_loss(compiled(x)).mean().backward()
+    sample_loss(compiled(x)).mean().backward()
     assert all(p.grad is not None for p in parameters)
 
 
@@ -267,7 +267,7 @@ def test_compiled_steps(mode: str, whole: bool) -> None:
 
         def step(x: torch.Tensor, private: Any = private, optimizer: Any = optimizer) -> None:
             optimizer.zero_grad()
-            row_loss(private(x)).mean().backward()
+            sample_loss(private(x)).mean().backward()
             optimizer.step()
 
         take = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
@@ -317,7 +317,7 @@ def test_autocast_and_a_loss_scale(dtype: torch.dtype, way: str) -> None:
 
 
 def _loss(out: torch.Tensor, _: None) -> torch.Tensor:
-    return row_loss(out.float())
+    return sample_loss(out.float())
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")

@@ -24,7 +24,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.families import FAMILIES, gradients_under, losses_under
@@ -46,7 +46,7 @@ def stepped(scale: float | None, strategy: str, model: nn.Module, x: torch.Tenso
     model = copy.deepcopy(model)
     C = [1.0] * 4 if strategy == "per_layer" else 1.0
     _, private, optimizer, _ = make_private(model, max_grad_norm=C, clipping=STRATEGIES[strategy])
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     if scale is None:
         loss.backward()
         optimizer.step()
@@ -115,7 +115,7 @@ def test_overflowing_samples_contribute_zero() -> None:
 
     def losses(net: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=dtype):
-            return weights * row_loss(net(x)).float()
+            return weights * sample_loss(net(x)).float()
 
     twin = copy.deepcopy(model)
     grads: dict[str, list] = {n: [] for n, _ in model.named_parameters()}
@@ -147,7 +147,7 @@ def test_all_samples_overflow() -> None:
     _, private, optimizer, _ = make_private(model, noise_multiplier=1.0)
     scaler = GradScaler(init_scale=2.0**32)
     with torch.autocast("cpu", dtype=torch.float16):
-        loss = row_loss(private(torch.randn(4, 6))).float().mean()
+        loss = sample_loss(private(torch.randn(4, 6))).float().mean()
     scaler.scale(loss).backward()
     assert all(not p.summed_grad.any() for p in model.parameters())
     scaler.step(optimizer)
@@ -172,7 +172,7 @@ def test_physical_batches(physical: int, strategy: str) -> None:
         ) as split:
             for i, (x,) in enumerate(split):
                 optimizer.zero_grad()
-                scaler.scale(row_loss(private(x)).mean()).backward()
+                scaler.scale(sample_loss(private(x)).mean()).backward()
                 scaler.step(optimizer)
                 scaler.update(2.0 ** (i % 5))
         return private, optimizer.threshold.item()
@@ -191,7 +191,7 @@ def test_parts_of_a_loss() -> None:
     params = dict(model.named_parameters())
     _, private, optimizer, _ = make_private(model, max_grad_norm=C)
     scaler = GradScaler()
-    losses = row_loss(private(x))
+    losses = sample_loss(private(x))
     parts = scaler.scale([losses[:2].sum() / 5, losses[2:].sum() / 5])
     sum(parts).backward()
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-12
@@ -200,7 +200,7 @@ def test_parts_of_a_loss() -> None:
 
 def test_one_pass_has_one_scale() -> None:
     private = make_private(mlp())[1]
-    losses = row_loss(private(rows()))
+    losses = sample_loss(private(rows()))
     scaler = GradScaler()
     first = scaler.scale(losses[:2].sum())
     scaler.update(2.0)
@@ -224,8 +224,8 @@ def test_one_pass_does_not_tell_another() -> None:
     scaler = GradScaler()
     inputs = x.clone().requires_grad_()
     with engine.paused():
-        scaler.scale(row_loss(private(inputs)).mean()).backward()
-    losses = row_loss(private(x))
+        scaler.scale(sample_loss(private(inputs)).mean()).backward()
+    losses = sample_loss(private(x))
     losses.register_hook(_fail)
     with pytest.raises(ArithmeticError):
         scaler.scale(losses.mean()).backward()
@@ -242,10 +242,10 @@ def test_torchs_scaler_is_no_silent_mistake(stale: bool) -> None:
     """It multiplies the loss and would divide `p.grad`, which does not hold the sums."""
     model = mlp()
     if stale:  # gradients from before make_private, in which torch's scaler finds no overflow
-        row_loss(model(rows())).mean().backward()
+        sample_loss(model(rows())).mean().backward()
     _, private, optimizer, _ = make_private(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(row_loss(private(rows())).mean()).backward()
+    scaler.scale(sample_loss(private(rows())).mean()).backward()
     with refused("fastclip.GradScaler", StepError):
         scaler.step(optimizer)
 
@@ -254,7 +254,7 @@ def test_torchs_scaler_switched_off() -> None:
     """As scripts leave it in for bfloat16."""
     private, optimizer = make_private(mlp())[1:3]
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    scaler.scale(row_loss(private(rows())).mean()).backward()
+    scaler.scale(sample_loss(private(rows())).mean()).backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()

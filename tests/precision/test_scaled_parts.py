@@ -19,7 +19,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -52,7 +52,7 @@ def test_parts_of_one_output(order: str) -> None:
     """The gradients of both are added up before they reach the model."""
     model = mlp()
     private = make_private(model)[1]
-    out = row_loss(private(rows()))
+    out = sample_loss(private(rows()))
     with refused(WAY_OUT, GraphError):
         ORDERS[order](out[:2].sum() / 5, lambda: out[2:].sum() / 5).backward()
     assert all(p.summed_grad is None for p in model.parameters())
@@ -66,9 +66,9 @@ def test_parts_of_two_forwards(order: str, first: str) -> None:
     model, x = mlp(), rows()
     private = make_private(model)[1]
     if first == "a":
-        a, b = (row_loss(private(v)).mean() for v in (x, x.sin()))
+        a, b = (sample_loss(private(v)).mean() for v in (x, x.sin()))
     else:
-        b, a = (row_loss(private(v)).mean() for v in (x.sin(), x))
+        b, a = (sample_loss(private(v)).mean() for v in (x.sin(), x))
     with refused("no one unit", GraphError):
         ORDERS[order](a, lambda: b).backward()
     assert all(p.summed_grad is None for p in model.parameters())
@@ -77,7 +77,7 @@ def test_parts_of_two_forwards(order: str, first: str) -> None:
 @pytest.mark.parametrize("swap", [False, True])
 def test_two_losses_of_one_call(swap: bool) -> None:
     private = make_private(mlp())[1]
-    out = row_loss(private(rows()))
+    out = sample_loss(private(rows()))
     losses = [GradScaler().scale(out[:2].sum() / 5), out[2:].sum() / 5]
     with refused(WAY_OUT, GraphError):
         torch.autograd.backward(losses[::-1] if swap else losses)
@@ -99,7 +99,7 @@ class Heads(nn.Module):
 def test_parts_of_two_outputs(order: str, which: int) -> None:
     model = Heads()
     private = make_private(model)[1]
-    out = [row_loss(o).mean() for o in private(rows())]
+    out = [sample_loss(o).mean() for o in private(rows())]
     with refused("no one unit", GraphError):
         ORDERS[order](out[which], lambda: out[1 - which]).backward()
     assert all(p.summed_grad is None for p in model.parameters())
@@ -114,7 +114,7 @@ def test_the_output_itself() -> None:
             self.net = mlp()
 
         def forward(self, x: Tensor) -> Tensor:
-            return row_loss(self.net(x)).mean()
+            return sample_loss(self.net(x)).mean()
 
     private = make_private(WithLoss())[1]
     out = private(rows())
@@ -128,7 +128,7 @@ def test_two_models() -> None:
     for swap in (False, True):
         (_, one, *_), (_, two, *_) = make_private(mlp()), make_private(mlp())
         models = (two, one) if swap else (one, two)
-        a, b = (row_loss(m(rows())).mean() for m in models)
+        a, b = (sample_loss(m(rows())).mean() for m in models)
         with refused("no one unit", GraphError):
             (GradScaler().scale(a) + b).backward()
 
@@ -136,7 +136,7 @@ def test_two_models() -> None:
 def test_scaled_within_scaled() -> None:
     """The same scale twice: the gradients hold its square."""
     private = make_private(mlp())[1]
-    out, scaler = row_loss(private(rows())), GradScaler()
+    out, scaler = sample_loss(private(rows())), GradScaler()
     inner = scaler.scale(out[:2].sum() / 5)
     with refused("scaled already", GraphError):
         scaler.scale(inner + out[2:].sum() / 5).backward()
@@ -160,7 +160,7 @@ def test_what_stays_exact(name: str) -> None:
     grads = per_sample_gradients(model, x)
     C = norms(grads).median().item()
     _, private, optimizer, _ = make_private(model, max_grad_norm=C)
-    loss = EXACT[name](GradScaler(init_scale=S), row_loss(private(x)))
+    loss = EXACT[name](GradScaler(init_scale=S), sample_loss(private(x)))
     assert loss.item() == pytest.approx(loss.detach().item())
     loss.backward()
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-12
@@ -172,7 +172,7 @@ def test_losses_of_one_call_that_are_all_scaled() -> None:
     grads = per_sample_gradients(model, x)
     C = norms(grads).median().item()
     _, private, optimizer, _ = make_private(model, max_grad_norm=C)
-    losses, scaler = row_loss(private(x)), GradScaler(init_scale=S)
+    losses, scaler = sample_loss(private(x)), GradScaler(init_scale=S)
     parts = scaler.scale((losses[:2].sum() / 5, losses[2:].sum() / 5))
     torch.autograd.backward(parts, retain_graph=True)
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, C), 1e-10)
@@ -186,7 +186,7 @@ def test_a_loss_of_a_plain_model_beside_it() -> None:
     C = norms(grads).median().item()
     private = make_private(model, max_grad_norm=C)[1]
     own = x.clone().requires_grad_()
-    beside = row_loss(plain(own)).mean()
-    (GradScaler(init_scale=S).scale(row_loss(private(x)).mean()) + beside).backward()
+    beside = sample_loss(plain(own)).mean()
+    (GradScaler(init_scale=S).scale(sample_loss(private(x)).mean()) + beside).backward()
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, C), 1e-10)
     assert own.grad is not None

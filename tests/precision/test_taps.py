@@ -26,7 +26,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.test_compile import WAYS, Net, fresh
@@ -184,7 +184,7 @@ def test_mixed_precision() -> None:
             own.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 out = trained(x)
-            row_loss(out.float()).mean().backward()
+            sample_loss(out.float()).mean().backward()
         theirs = {n: p for n, p in twin.named_parameters() if p.requires_grad}
         assert_sums(summed(params), summed(theirs), 2e-2)
         optimizer.step()
@@ -269,9 +269,9 @@ def test_what_a_backward_pass_asks_for() -> None:
     grads = per_sample_gradients(twin, x.detach())
     C = float(optimizer.max_grad_norm)
     optimizer.zero_grad()
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     (got,) = torch.autograd.grad(loss, x, retain_graph=True)
-    want = torch.autograd.grad(row_loss(twin(x)).mean(), x)[0]
+    want = torch.autograd.grad(sample_loss(twin(x)).mean(), x)[0]
     assert torch.allclose(got, want, rtol=1e-9)
     assert all(getattr(p, "summed_grad", None) is None for p in params.values())
     loss.backward(inputs=[params["head.weight"]])
@@ -296,7 +296,7 @@ def test_indices_that_are_written_to() -> None:
     private, optimizer, _, _ = compiled("words")
     x = words(5)
     optimizer.zero_grad()
-    loss = row_loss(private(x)).mean()
+    loss = sample_loss(private(x)).mean()
     x.zero_()
     with refused("modified in place", GraphError):
         loss.backward()
@@ -305,7 +305,7 @@ def test_indices_that_are_written_to() -> None:
 def test_paused_passes_leave_nothing() -> None:
     private, optimizer, _, params = compiled("net")
     optimizer.zero_grad()
-    loss = row_loss(private(rows(5))).mean()
+    loss = sample_loss(private(rows(5))).mean()
     private.grad_state.bare.slots.paused = True
     try:
         loss.backward()
@@ -320,7 +320,7 @@ def test_a_second_pass_is_refused() -> None:
     ):  # else torch refuses to keep the graph
         private, optimizer, _, _ = compiled("net")
         optimizer.zero_grad()
-        loss = row_loss(private(rows(5))).mean()
+        loss = sample_loss(private(rows(5))).mean()
         loss.backward(retain_graph=True)
         with refused("backward", FastclipError):
             loss.backward()
@@ -368,7 +368,7 @@ def test_a_result_and_a_view_of_it() -> None:
     """Both take their gradients back."""
 
     def loss(out: tuple[Tensor, Tensor], _: None) -> Tensor:
-        return row_loss(out[0]) + 3 * row_loss(out[1])
+        return sample_loss(out[0]) + 3 * sample_loss(out[1])
 
     model = Seen().double()
     twin = copy.deepcopy(model)
@@ -473,7 +473,7 @@ def test_taps_are_of_what_is_multiplied(backend: str) -> None:
         flag[0], x = k < 5, words(5)
         for trained, own in ((private, optimizer), (plain, other)):
             own.zero_grad()
-            row_loss(trained(x).float()).mean().backward()
+            sample_loss(trained(x).float()).mean().backward()
         assert_sums(summed(params), summed(theirs), 2e-2 if flag[0] else 1e-5)
         optimizer.step()
         other.step()
@@ -488,7 +488,7 @@ def test_models_in_a_chain() -> None:
         x = rows(5)
         for one in made:
             one[1].zero_grad()
-        row_loss(second[0](first[0](x) @ bridge)).mean().backward()
+        sample_loss(second[0](first[0](x) @ bridge)).mean().backward()
         for one in made:
             assert all(torch.isfinite(p.summed_grad).all() for p in one[3].values())
             one[1].step()

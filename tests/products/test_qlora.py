@@ -14,7 +14,7 @@ from tests.oracle import (
     make_private,
     norms,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.page_blocks import blocks
@@ -57,7 +57,7 @@ def test_quantized_weights(weights: tuple[int, str], shape: tuple[int, ...]) -> 
     grads: dict[str, list[torch.Tensor]] = {name: [] for name in trained}
     for i in range(len(x)):
         model.zero_grad()
-        row_loss(model(x[i : i + 1])).sum().backward()
+        sample_loss(model(x[i : i + 1])).sum().backward()
         for name, p in trained.items():
             grads[name].append(p.grad)
             p.grad = None
@@ -65,7 +65,7 @@ def test_quantized_weights(weights: tuple[int, str], shape: tuple[int, ...]) -> 
     found = norms(stacked)
     threshold = found.median().item()
     _, private, optimizer, _ = make_private(model, max_grad_norm=threshold)
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     assert relative_error(optimizer.per_sample_norms, found) < 1e-5
     assert_sums(summed(trained), clipped_sum(stacked, threshold), 1e-5)
 

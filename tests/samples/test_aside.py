@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 from tests.refusal import refused
 
 B, T, D = 6, 5, 4
@@ -66,7 +66,7 @@ def test_masks_of_the_length_of_rows(lengths: list[int]) -> None:
     _, private, optimizer, _ = make_private(Mixed())
     for step, n in enumerate(lengths):
         optimizer.zero_grad()
-        row_loss(private(torch.randn(B + 2 - step % 3, n, D), anew(n))).mean().backward()
+        sample_loss(private(torch.randn(B + 2 - step % 3, n, D), anew(n))).mean().backward()
 
 
 @pytest.mark.parametrize("scale", [lambda n: torch.tensor(1.0 + n), lambda n: 1.0 + n])
@@ -74,7 +74,7 @@ def test_a_scale_on_a_schedule(scale: Callable[[int], Tensor | float]) -> None:
     _, private, optimizer, _ = make_private(Mixed())
     for step in range(4):
         optimizer.zero_grad()
-        row_loss(private(torch.randn(B, T, D), anew(T), scale(step))).mean().backward()
+        sample_loss(private(torch.randn(B, T, D), anew(T), scale(step))).mean().backward()
 
 
 def test_a_buffer_that_is_written_anew() -> None:
@@ -82,7 +82,7 @@ def test_a_buffer_that_is_written_anew() -> None:
     private, mask = make_private(Mixed())[1], anew(T)
     for _ in range(3):
         mask.copy_(anew(T))
-        row_loss(private(torch.randn(B, T, D), mask)).mean().backward()
+        sample_loss(private(torch.randn(B, T, D), mask)).mean().backward()
         private.zero_grad()
     mask.mul_(2)
     with refused(CHANGED):
@@ -106,7 +106,7 @@ class Listed(nn.Module):
 def test_lists_of_another_length(other: list[int]) -> None:
     private = make_private(Listed())[1]
     for _ in range(2):
-        row_loss(private(torch.randn(B, D), list(range(1, 11)))).mean().backward()
+        sample_loss(private(torch.randn(B, D), list(range(1, 11)))).mean().backward()
         private.zero_grad()
     with refused(CHANGED):
         private(torch.randn(B, D), other)
@@ -117,4 +117,4 @@ def test_few_numbers_are_settings() -> None:
     _, private, optimizer, _ = make_private(Listed())
     for size in ([224, 224], [192, 256], [224, 224]):
         optimizer.zero_grad()
-        row_loss(private(torch.randn(B, D), size)).mean().backward()
+        sample_loss(private(torch.randn(B, D), size)).mean().backward()

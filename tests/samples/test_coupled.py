@@ -20,7 +20,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
 )
 
 B, T, D = 4, 4, 4
@@ -135,7 +135,7 @@ def test_a_failure_between_the_sums(held: bool, monkeypatch: pytest.MonkeyPatch)
     x = 10 * torch.randn(1, D).double()
     if held:
         optimizer.signal_skip_step(True)
-        row_loss(private(x)).sum().backward()
+        sample_loss(private(x)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     calls = iter(range(9))
@@ -146,17 +146,17 @@ def test_a_failure_between_the_sums(held: bool, monkeypatch: pytest.MonkeyPatch)
             raise torch.OutOfMemoryError
         return original(self, scale)
 
-    loss = row_loss(private(x)).sum()
+    loss = sample_loss(private(x)).sum()
     monkeypatch.setattr(LinearRecord, "clipped_sum", fails_once)
     with pytest.raises(torch.OutOfMemoryError):
         loss.backward()
     monkeypatch.undo()
     with pytest.raises(StepError, match=r"zero_grad\(\)"):
-        row_loss(private(x)).sum().backward()
+        sample_loss(private(x)).sum().backward()
     with pytest.raises(StepError, match=r"zero_grad\(\)"):
         optimizer.step()
     optimizer.zero_grad()
-    row_loss(private(x)).sum().backward()
+    sample_loss(private(x)).sum().backward()
     total = sum(p.summed_grad.square().sum() for p in model.parameters())
     assert total.sqrt() == pytest.approx(1.0, abs=1e-9)
 
@@ -166,11 +166,11 @@ def test_the_whole_model_checkpointed() -> None:
     model, x = nn.Linear(D, 3).double(), torch.randn(B, D).double()
     reference = norms(per_sample_gradients(model, x))
     _, private, optimizer, _ = make_private(model)
-    row_loss(checkpoint(private, x, use_reentrant=False)).mean().backward()
+    sample_loss(checkpoint(private, x, use_reentrant=False)).mean().backward()
     assert relative_error(optimizer.per_sample_norms, reference) < 1e-10
     optimizer.zero_grad()
     with pytest.raises(GraphError, match="use_reentrant=False"):
-        row_loss(checkpoint(private, x.requires_grad_(), use_reentrant=True)).mean().backward()
+        sample_loss(checkpoint(private, x.requires_grad_(), use_reentrant=True)).mean().backward()
 
 
 REPLACED = {
@@ -204,7 +204,7 @@ def test_nothing_but_private_gradients_reaches_the_inner_step(all_frozen: bool) 
     model[0].weight.grad = torch.ones(D, D)
     before = model[0].weight.clone()
     _, private, optimizer, _ = make_private(model, optimizer_params=list(model.parameters()))
-    row_loss(private(torch.randn(B, D))).mean().backward()
+    sample_loss(private(torch.randn(B, D))).mean().backward()
     model[1].requires_grad_(not all_frozen)
     optimizer.step()
     assert torch.equal(model[0].weight, before)
@@ -216,7 +216,7 @@ def test_a_copy_with_a_frozen_layer() -> None:
     _, private, _, _ = make_private(model)
     copied = copy.deepcopy(private)
     copied._module[0].requires_grad_(False)
-    row_loss(copied(torch.randn(B, D))).mean().backward()
+    sample_loss(copied(torch.randn(B, D))).mean().backward()
     assert copied._module[1].weight.summed_grad is not None
     assert copied._module[0].weight.grad is None
 
@@ -229,7 +229,7 @@ def test_paused_pauses_every_model_of_the_engine() -> None:
         noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False,
     )  # fmt: skip
     with engine.paused():
-        row_loss(private(torch.randn(B, D))).mean().backward()
+        sample_loss(private(torch.randn(B, D))).mean().backward()
     assert getattr(first.weight, "summed_grad", None) is None
 
 

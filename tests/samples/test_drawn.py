@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.random import rand as imported
 from torch import Tensor, nn
 
-from tests.oracle import Batch, backward, make_private, norms, relative_error, row_loss
+from tests.oracle import Batch, backward, make_private, norms, relative_error, sample_loss
 from tests.refusal import refused
 
 B, D = 4, 3
@@ -80,7 +80,9 @@ def own_norms(model: nn.Module, x: Tensor) -> Tensor:
     """Of every row's gradient, in one forward pass, whose draws are all rows'."""
     out, parameters = model(x), dict(model.named_parameters())
     rows = [
-        torch.autograd.grad(row_loss(out[i : i + 1]).sum(), parameters.values(), retain_graph=True)
+        torch.autograd.grad(
+            sample_loss(out[i : i + 1]).sum(), parameters.values(), retain_graph=True
+        )
         for i in range(len(x))
     ]
     return norms(dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True)))
@@ -323,7 +325,9 @@ def test_as_many_draws_as_a_row_says(how: str) -> None:
     start(1)
     out, parameters = twin(x, lengths), dict(twin.named_parameters())
     rows = [
-        torch.autograd.grad(row_loss(out[i : i + 1]).sum(), parameters.values(), retain_graph=True)
+        torch.autograd.grad(
+            sample_loss(out[i : i + 1]).sum(), parameters.values(), retain_graph=True
+        )
         for i in range(len(x))
     ]
     truth = norms(dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True)))
@@ -423,9 +427,9 @@ def test_spec_augment_of_transformers() -> None:
     x = torch.randn(4, 4000, dtype=torch.float64) * mask
     _, private, optimizer, _ = make_private(copy.deepcopy(twin), max_grad_norm=0.1)
     start(1)
-    row_loss(private(x, attention_mask=mask).logits).mean().backward()
+    sample_loss(private(x, attention_mask=mask).logits).mean().backward()
     start(1)
-    losses = row_loss(twin(x, attention_mask=mask).logits)
+    losses = sample_loss(twin(x, attention_mask=mask).logits)
     rows = [
         torch.autograd.grad(row, [*twin.parameters()], retain_graph=True, allow_unused=True)
         for row in losses

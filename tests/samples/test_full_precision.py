@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.core.numerics import gpu_products
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 
 FULL = {"ieee", "none", "highest", "False"}
 
@@ -35,7 +35,7 @@ def test_a_look_is_in_full_float32(precision: str) -> None:
             users, seen = gpu_products(), []
             model = nn.Sequential(nn.Linear(6, 8), Notes(seen), nn.Tanh(), nn.Linear(8, 3))
             _, private, optimizer, _ = make_private(model, max_grad_norm=1.0)
-            row_loss(private(torch.randn(4, 6))).mean().backward()
+            sample_loss(private(torch.randn(4, 6))).mean().backward()
             optimizer.step()
             assert gpu_products() == users
     finally:

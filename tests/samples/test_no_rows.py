@@ -19,7 +19,7 @@ from tests.oracle import (
     make_private,
     norms,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -143,11 +143,11 @@ def test_padding_that_the_first_batch_had_not(first: tuple[int, ...]) -> None:
     private, optimizer = make_private(model, max_grad_norm=1e9)[1:3]
     longest = max(first)
     full = Batch((torch.randint(1, 20, (len(first), longest)), torch.ones(len(first), longest)))
-    backward(private, full, row_loss, "mean")
+    backward(private, full, sample_loss, "mean")
     optimizer.zero_grad()
     mask = (torch.arange(14) < torch.tensor((14, 12, 10))[:, None]).long()
     padded = Batch((torch.randint(1, 20, (3, 14)), mask))
-    grads = per_sample_gradients(twin, padded, row_loss)
-    backward(private, padded, row_loss, "mean")
+    grads = per_sample_gradients(twin, padded, sample_loss)
+    backward(private, padded, sample_loss, "mean")
     torch.testing.assert_close(optimizer.per_sample_norms, norms(grads), rtol=1e-10, atol=0)
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, 1e9), 1e-10)

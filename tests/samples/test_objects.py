@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import assert_sums, clipped_sum, make_private, row_loss, summed
+from tests.oracle import assert_sums, clipped_sum, make_private, sample_loss, summed
 from tests.refusal import refused
 
 B, T, D = 6, 5, 4
@@ -80,7 +80,7 @@ def test_lengths_in_an_object(kind: Callable[..., Any], of: Callable[..., Any]) 
     for n in sizes:
         each = []
         for i in range(n):
-            loss = row_loss(model(x[i : i + 1], kind(lengths=of(lengths[i : i + 1])))).sum()
+            loss = sample_loss(model(x[i : i + 1], kind(lengths=of(lengths[i : i + 1])))).sum()
             each.append(torch.autograd.grad(loss, list(params.values())))
         own.append(
             {p: torch.stack(g) for p, g in zip(params, zip(*each, strict=True), strict=True)}
@@ -90,7 +90,7 @@ def test_lengths_in_an_object(kind: Callable[..., Any], of: Callable[..., Any]) 
         optimizer.zero_grad()
         about = kind(lengths=of(lengths[:n]))
         held = about.lengths
-        row_loss(private(x[:n], about)).mean().backward()
+        sample_loss(private(x[:n], about)).mean().backward()
         assert about.lengths is held
         assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-10)
     private = make_private(Pooled(own=False).double())[1]
@@ -119,7 +119,7 @@ class Scaled(nn.Module):
 def test_settings_are_not_taken_apart() -> None:
     model, settings = Scaled(), Settings()
     private = make_private(model)[1]
-    row_loss(private(torch.randn(B, D), settings)).mean().backward()
+    sample_loss(private(torch.randn(B, D), settings)).mean().backward()
     assert model.met == {id(settings)}
 
 
@@ -141,5 +141,5 @@ class Network(nn.Module):
 
 def test_an_object_alone() -> None:
     _, private, optimizer, _ = make_private(Network())
-    row_loss(private(Images(torch.randn(B, D)))).mean().backward()
+    sample_loss(private(Images(torch.randn(B, D)))).mean().backward()
     assert len(optimizer.per_sample_norms) == B

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from fastclip.samples.state import applied_by
-from tests.oracle import backward, check_exact, make_private, row_loss
+from tests.oracle import backward, check_exact, make_private, sample_loss
 from tests.refusal import refused
 
 B, D = 6, 4
@@ -155,7 +155,7 @@ def test_containers_are_put_back() -> None:
     model = Stashing()
     private = make_private(model)[1]
     out = private(torch.randn(B, D))
-    (row_loss(out) + sum(model.aux)).mean().backward()
+    (sample_loss(out) + sum(model.aux)).mean().backward()
     assert len(model.aux) == 1
     assert list(model.last) == [B]
     assert model.seen == {"sizes": {B}}
@@ -228,7 +228,7 @@ def test_hooks_of_the_first_forward_pass(everywhere: bool) -> None:
     try:
         for _ in range(2):
             out = private(torch.ones(B, D) + 0.01 * torch.randn(B, D))
-            row_loss(out).mean().backward()
+            sample_loss(out).mean().backward()
         x = torch.ones(B, D)
         expected = model.head(model.layers[1](model.layers[0](x).tanh()))
         torch.testing.assert_close(private(x), expected)
@@ -264,7 +264,7 @@ def test_parts_of_the_first_forward_pass() -> None:
     check_exact(model, torch.randn(B, D), dtype=torch.float64)
     private = make_private(model)[1]
     for _ in range(2):
-        row_loss(private(torch.randn(B, D))).mean().backward()
+        sample_loss(private(torch.randn(B, D))).mean().backward()
         assert len(model.parts) == 2
 
 

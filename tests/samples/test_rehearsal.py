@@ -20,7 +20,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -141,7 +141,7 @@ def test_proven(name: str) -> None:
     given = (x, mask) if name.startswith("a mask") else (x,)
     grads = None if name == "dropout" else per_sample_gradients(model, Batch(given))
     private = make_private(model, max_grad_norm=0.1)[1]
-    row_loss(private(*given)).mean().backward()
+    sample_loss(private(*given)).mean().backward()
     assert private.grad_state.calls.layouts["forward"].proven
     assert passes(private) <= 6
     if grads is not None:
@@ -311,7 +311,7 @@ def test_coupled(name: str) -> None:
     private = make_private(Model(COUPLED[name]).double())[1]
     mask = torch.randint(0, 2, (12, T)).index_fill_(1, torch.tensor(0), 1)
     with pytest.raises(FastclipError):
-        row_loss(private(torch.randn(12, T, D).double(), mask)).mean().backward()
+        sample_loss(private(torch.randn(12, T, D).double(), mask)).mean().backward()
 
 
 @pytest.mark.skipif(not runs.FOLLOWS, reason="fastclip._path is not built")
@@ -325,7 +325,7 @@ def test_a_special_sample_comes_later() -> None:
     x, mask = torch.randn(B, T, D).double(), torch.ones(B, T, dtype=torch.int64)
     for _ in range(3):
         optimizer.zero_grad()
-        row_loss(private(x, mask)).mean().backward()
+        sample_loss(private(x, mask)).mean().backward()
         optimizer.step()
     assert private.grad_state.calls.layouts["forward"].proven
     mask[2, 0], mask[3:, 1] = 2, 0
@@ -344,7 +344,7 @@ def test_a_step_counts_where_nothing_was_compared() -> None:
     """Few rows prove it; what the step itself shows inside the model is an error."""
     private = make_private(Model(late_hook).double())[1]
     with pytest.raises(FastclipError, match="mixes samples"):
-        row_loss(private(torch.randn(12, T, D).double())).mean().backward()
+        sample_loss(private(torch.randn(12, T, D).double())).mean().backward()
 
 
 def test_a_new_way_is_traced() -> None:

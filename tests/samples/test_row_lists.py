@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import assert_sums, clipped_sum, make_private, row_loss, summed
+from tests.oracle import assert_sums, clipped_sum, make_private, sample_loss, summed
 from tests.refusal import refused
 
 B, T, D = 6, 5, 4
@@ -52,7 +52,7 @@ def check(model: nn.Module, batches: list[tuple[Any, ...]], loss: Callable[..., 
 
 
 def mean_loss(out: Tensor) -> Tensor:
-    return out if not out.dim() else row_loss(out).mean()
+    return out if not out.dim() else sample_loss(out).mean()
 
 
 class Pooled(nn.Module):
@@ -114,7 +114,7 @@ class Weighted(nn.Module):
 
     def forward(self, x: Tensor, weights: list[float]) -> Tensor:
         w = x.new_tensor(weights)
-        losses = row_loss(self.layer(x)) * w
+        losses = sample_loss(self.layer(x)) * w
         return losses.sum() / (w.sum() if self.by_sum else len(x))
 
 
@@ -183,8 +183,10 @@ def test_as_many_tensors_as_rows(number: int, kind: type) -> None:
     own = []
     for x, side in batches:
         each = [
-            torch.autograd.grad(row_loss(model(x[i : i + 1], kind(s[i : i + 1] for s in side))).mean(),
-                                list(params.values()))
+            torch.autograd.grad(
+                sample_loss(model(x[i : i + 1], kind(s[i : i + 1] for s in side))).mean(),
+                list(params.values()),
+            )
             for i in range(len(x))
         ]  # fmt: skip
         own.append(
@@ -193,7 +195,7 @@ def test_as_many_tensors_as_rows(number: int, kind: type) -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
     for batch, grads in zip(batches, own, strict=True):
         optimizer.zero_grad()
-        row_loss(private(*batch)).mean().backward()
+        sample_loss(private(*batch)).mean().backward()
         assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-9)
 
 
@@ -217,7 +219,7 @@ def test_a_graph_of_as_many_nodes_as_rows() -> None:
     own = []
     for x in batches:
         each = [
-            torch.autograd.grad(row_loss(model(r[None], graph)).mean(), list(params.values()))
+            torch.autograd.grad(sample_loss(model(r[None], graph)).mean(), list(params.values()))
             for r in x
         ]
         own.append(
@@ -226,5 +228,5 @@ def test_a_graph_of_as_many_nodes_as_rows() -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
     for x, grads in zip(batches, own, strict=True):
         optimizer.zero_grad()
-        row_loss(private(x, graph)).mean().backward()
+        sample_loss(private(x, graph)).mean().backward()
         assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-9)

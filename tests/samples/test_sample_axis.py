@@ -21,7 +21,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -71,7 +71,7 @@ def test_not_batch_first(length: int, loss_reduction: str, dtype: torch.dtype) -
     check_exact(
         TimeFirstRoot(),
         batch,
-        lambda output, _: row_loss(output.transpose(0, 1)),
+        lambda output, _: sample_loss(output.transpose(0, 1)),
         dtype=dtype,
         loss_reduction=loss_reduction,
         batch_first=False,
@@ -114,7 +114,7 @@ def test_some_of_the_samples() -> None:
     batch = Batch((torch.randn(B, 6),), take=lambda batch, i: Batch((batch.args[0][[i, i, i]],)))
 
     def loss_fn(output: torch.Tensor, _) -> torch.Tensor:
-        return row_loss(output) if len(output) == B else row_loss(output)[:1]
+        return sample_loss(output) if len(output) == B else sample_loss(output)[:1]
 
     check_exact_or_refused(Chosen(), batch, loss_fn, dtype=torch.float64)
 
@@ -145,7 +145,7 @@ def test_nested_keyword_inputs(length: int) -> None:
         )
 
     check_exact(
-        Keywords(), build(slice(None)), lambda out, _: row_loss(out["out"]), dtype=torch.float64
+        Keywords(), build(slice(None)), lambda out, _: sample_loss(out["out"]), dtype=torch.float64
     )
 
 
@@ -238,7 +238,7 @@ def test_dataclasses() -> None:
         (Fields(torch.randn(B, 6).double()),),
         take=lambda batch, i: Batch((Fields(batch.args[0].x[i : i + 1]),)),
     )
-    check_exact(OfFields(), batch, lambda out, _: row_loss(out.x), dtype=torch.float64)
+    check_exact(OfFields(), batch, lambda out, _: sample_loss(out.x), dtype=torch.float64)
 
 
 class Padded(nn.Module):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip.samples.outputs import _stopped
-from tests.oracle import Batch, check_exact, make_private, row_loss, summed
+from tests.oracle import Batch, check_exact, make_private, sample_loss, summed
 from tests.refusal import refused
 
 B, T, D, K = 6, 5, 4, 3
@@ -240,4 +240,4 @@ def test_one_sample_chooses_the_way_of_all(k: int) -> None:
     torch.manual_seed(0)
     _, private, _, _ = make_private(Chooses().double())
     with refused("from itself alone"):
-        row_loss(private(3 * torch.randn(B, D, dtype=torch.float64))).mean().backward()
+        sample_loss(private(3 * torch.randn(B, D, dtype=torch.float64))).mean().backward()

@@ -16,7 +16,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -68,7 +68,7 @@ def test_rows_in_another_order(
 ) -> None:
     """Refused, whatever the length at which it comes, and again."""
     private = make_private(Ordered(bare))[1]
-    row_loss(call(private, torch.randn(B, T, D), kind(False))).mean().backward()
+    sample_loss(call(private, torch.randn(B, T, D), kind(False))).mean().backward()
     with refused(ORDERS):
         call(private, torch.randn(B, other, D), kind(True))
 
@@ -93,7 +93,7 @@ def test_other_lengths_of_one_order_are_exact(turned: bool) -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
     for x, own in zip(batches, grads, strict=True):
         optimizer.zero_grad()
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         assert_sums(summed(params), clipped_sum(own, 0.5), 1e-10)
 
 
@@ -122,7 +122,7 @@ def test_moved_rows_that_come_back_in_another_order() -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
     for call, own in zip(calls, grads, strict=True):
         optimizer.zero_grad()
-        row_loss(private(*call.args, **call.kwargs)).mean().backward()
+        sample_loss(private(*call.args, **call.kwargs)).mean().backward()
         assert_sums(summed(params), clipped_sum(own, 0.5), 1e-10)
 
 
@@ -150,7 +150,7 @@ def test_none_and_a_tensor_in_turn() -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
     for batch, own in zip(batches, grads, strict=True):
         optimizer.zero_grad()
-        row_loss(private(*batch.args)).mean().backward()
+        sample_loss(private(*batch.args)).mean().backward()
         assert len(optimizer.per_sample_norms) == len(next(iter(own.values())))
         assert_sums(summed(params), clipped_sum(own, 0.5), 1e-10)
 
@@ -158,7 +158,7 @@ def test_none_and_a_tensor_in_turn() -> None:
 def test_a_layer_by_itself_that_sees_several_rows_a_sample() -> None:
     """Nothing says how many of them are one sample's there."""
     private, x = make_private(Ordered())[1], torch.randn(B, T, D)
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     layer = next(m for m in private.modules() if isinstance(m, Ordered)).layer
     with refused("several rows a sample"):
         layer(x.flatten(0, 1)).square().mean().backward()

@@ -15,16 +15,16 @@ B, D = 6, 4
 class Kendall(nn.Module):
     """Returns its weights beside the outputs; the losses themselves if it is given targets."""
 
-    def __init__(self, once_a_row: bool = True) -> None:
+    def __init__(self, once_per_sample: bool = True) -> None:
         super().__init__()
         self.net, self.weights = nn.Linear(D, 2), nn.Parameter(torch.tensor([0.3, -0.2]))
-        self.once_a_row = once_a_row
+        self.once_per_sample = once_per_sample
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         out = self.net(x)
         if targets is not None:
             return weighed(out, self.weights, targets)
-        return out, self.weights.expand(len(x), 2) if self.once_a_row else self.weights
+        return out, self.weights.expand(len(x), 2) if self.once_per_sample else self.weights
 
 
 def weighed(out: Tensor, weights: Tensor, targets: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def test_weights_of_a_rows_own_loss_are_exact(inside: bool) -> None:
 
 def test_weights_alone_are_refused_with_the_way_out() -> None:
     torch.manual_seed(0)
-    private = make_private(Kendall(once_a_row=False))[1]
+    private = make_private(Kendall(once_per_sample=False))[1]
     out, weights = private(torch.randn(B, D))
     with refused(r"return one loss a row, \[b\].*into row i's own loss, before any mean"):
         weighed(out, weights, torch.randn(B, 2)).mean().backward()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fastclip.errors import GraphError
 from tests.distributed.training import BATCH, Rows, model, private, wrapped
-from tests.oracle import norms, per_sample_gradients, relative_error, row_loss
+from tests.oracle import norms, per_sample_gradients, relative_error, sample_loss
 
 
 def verdicts(engine: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def trained(name: str) -> dict[str, Any]:
     made, error = ready(name), 0.0
     for x, _ in made[3]:
         made[2].zero_grad()
-        row_loss(made[1](x)).mean().backward()
+        sample_loss(made[1](x)).mean().backward()
         expected = norms(per_sample_gradients(model(), x))
         error = max(error, relative_error(made[2].per_sample_norms, expected))
         made[2].step()
@@ -54,7 +54,7 @@ def coupled(name: str, *, gathered: bool = False) -> str:
         for x, _ in made[3]:
             out = made[1](x)
             others = all_gather(out)[1 - distributed.get_rank()] if gathered else out
-            (row_loss(out) * others.mean().abs()).mean().backward()
+            (sample_loss(out) * others.mean().abs()).mean().backward()
     except GraphError as error:
         return str(error)
     return ""

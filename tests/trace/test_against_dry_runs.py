@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip.errors import FastclipError
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 from tests.trace.standalone import traced
 
 B, T, D = 6, 4, 5
@@ -118,7 +118,7 @@ def accepts(use: Use) -> bool:
     """Whether a step of the private model raises nothing; places of both are compared in it."""
     private = make_private(Model(use).double(), batch_size=B)[1]
     try:
-        row_loss(private(torch.randn(B, T, D, dtype=torch.float64))).mean().backward()
+        sample_loss(private(torch.randn(B, T, D, dtype=torch.float64))).mean().backward()
     except FastclipError:
         return False
     return True
@@ -126,7 +126,7 @@ def accepts(use: Use) -> bool:
 
 def verdict(use: Use) -> str:
     net, x = Model(use).double(), torch.randn(B, T, D, dtype=torch.float64)
-    return traced(net, lambda: row_loss(net(x)).mean(), [x]).verdict
+    return traced(net, lambda: sample_loss(net(x)).mean(), [x]).verdict
 
 
 @pytest.mark.parametrize("name", APART)

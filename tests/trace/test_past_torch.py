@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from examples.custom_layer import Scale, ScaleRule
 from fastclip.errors import GraphError
 from fastclip.rules import register_rule
-from tests.oracle import make_private, row_loss
+from tests.oracle import make_private, sample_loss
 
 
 class ByNumpy(Scale):
@@ -35,7 +35,7 @@ def test_dry_runs_decide_about_the_model_and_the_trace_about_the_loss() -> None:
     out = private(x).mean(1)
     with pytest.raises(GraphError, match=r"not independent|mixes samples"):
         (out - out.mean()).square().mean().backward()
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     unproven = engine.explain().unproven
     assert unproven
     assert all("past torch" in cause for cause in unproven)

@@ -19,7 +19,7 @@ from tests.oracle import (
     make_private,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.trace.run import Run
@@ -186,16 +186,16 @@ def test_samples_lie_elsewhere_than_they_are_taken_to() -> None:
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
     layout = private.grad_state.calls.layouts["forward"]
-    assert layout.places["layer"] == BatchAxis(1)
-    layout.places["layer"] = BatchAxis(0)
+    assert layout.batch_axes["layer"] == BatchAxis(1)
+    layout.batch_axes["layer"] = BatchAxis(0)
     optimizer.zero_grad()
     private.grad_state.trace.again(True)
     with pytest.raises(RuntimeError, match="in other places in this batch"):
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
     optimizer.zero_grad()
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, 0.1), 1e-10)
 
 

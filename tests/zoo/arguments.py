@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 from tests.zoo.member import D, Family, T, mean_loss, own_loss, sequence
 
 ARGUMENTS = Family("arguments")
@@ -229,7 +229,7 @@ class OnlyALoss(nn.Module):
         self.a, self.scale, self.shift = nn.Linear(D, 3), parameter(3), parameter(1, T, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_loss(self.a(x).tanh() * self.scale + self.shift).mean()
+        return sample_loss(self.a(x).tanh() * self.scale + self.shift).mean()
 
 
 @OUTPUTS.member(loss=lambda m, x: m(x)["loss"])

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from tests.oracle import (
     assert_sums,
     clipped_sum,
     make_private,
     norms,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -53,7 +53,7 @@ def mean_loss(output: Any) -> Tensor:
     """Of a tensor, or of every one in a tuple, list or dict."""
     if isinstance(output, Tensor):
         output = torch.view_as_real(output) if output.is_complex() else output
-        return row_loss(output[:, None] if output.dim() == 1 else output).mean()
+        return sample_loss(output[:, None] if output.dim() == 1 else output).mean()
     values = output.values() if isinstance(output, dict) else output
     return sum(mean_loss(value) for value in values)  # type: ignore[return-value]
 
@@ -147,7 +147,7 @@ def per_sample(model: nn.Module, inputs: Any, loss: Loss) -> dict[str, Tensor]:
 
 
 def by_units(
-    grads: dict[str, Tensor], units: Callable[[int], UnitRows] | None
+    grads: dict[str, Tensor], units: Callable[[int], UnitSamples] | None
 ) -> dict[str, Tensor]:
     """The gradients of units [u, *shape] from their rows' [b, *shape]; of rows where there are none."""
     if units is None:
@@ -165,7 +165,7 @@ def check(
     sizes: tuple[int, ...] = (B, 3),
     around: Callable[[nn.Module], nn.Module] | None = None,
     tolerance: float | None = None,
-    units: Callable[[int], UnitRows] | None = None,
+    units: Callable[[int], UnitSamples] | None = None,
     **options: Any,
 ) -> None:
     """Some steps of the engine, each against one sample at a time.
@@ -190,7 +190,7 @@ def check_model(
     *,
     around: Callable[[nn.Module], nn.Module] | None = None,
     tolerance: float = 1e-10,
-    units: Callable[[int], UnitRows] | None = None,
+    units: Callable[[int], UnitSamples] | None = None,
     **options: Any,
 ) -> None:
     """Train `model` on these batches with a threshold at the middle norm of the first.

@@ -95,7 +95,7 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
         return [] if self._norms is None else [len(self._norms)]
 
     def _drop_samples(self) -> None:
-        """None are kept: the model has clipped the pass without rows to sums of zero."""
+        """None are kept: the model has clipped the pass without samples to sums of zero."""
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped gradients of this physical batch to the sums."""

@@ -119,10 +119,10 @@ def _within(held: Iterable[int], parameters: Iterable[nn.Parameter], inner: Opti
 
 
 # -------------------------------------------------------------------------------------------------
-# What Opacus' modes leave on parameters of single rows: it can be read, and is not saved with them.
+# What Opacus' modes leave on parameters of single samples: it can be read, and is not saved with them.
 #
 # Opacus sets per-sample gradients as attributes (`p.grad_sample`, a list of them where passes are
-# accumulated), of which a layer's tell the row that it has seen, and keeps the inputs of layers on
+# accumulated), of which a layer's tell the sample that it has seen, and keeps the inputs of layers on
 # them until the backward pass (`module.activations`). Whoever saves a parameter or a module saves
 # its attributes, so they are put there as `ShownSum`, which pickles as an empty tensor.
 
@@ -386,12 +386,12 @@ class OpacusStep(DPOptimizer):
             self._get_flat_grad_sample(p)
 
     def _rows(self) -> list[int]:
-        """Rows of each backward pass since the last step."""
+        """Samples of each backward pass since the last step."""
         held = self.params[0].grad_sample
         return [len(part) for part in (held if isinstance(held, list) else [held])]
 
     def _drop_samples(self) -> None:
-        """The draw was empty, and the row that there is is a placeholder."""
+        """The draw was empty, and the sample that there is is a placeholder."""
         for p in self.params:
             p.grad_sample = self._get_flat_grad_sample(p)[:0]
 

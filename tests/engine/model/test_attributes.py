@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import backward, make_private, relative_error, row_loss
+from tests.oracle import backward, make_private, relative_error, sample_loss
 from tests.refusal import refused
 
 
@@ -70,7 +70,9 @@ def test_what_is_set_trains_exactly() -> None:
         backward(private, x)
         found.append(optimizer.per_sample_norms)
     assert relative_error(*found) <= 1e-12
-    rows = [torch.autograd.grad(row_loss(bare(row[None])).sum(), [*bare.parameters()]) for row in x]
+    rows = [
+        torch.autograd.grad(sample_loss(bare(row[None])).sum(), [*bare.parameters()]) for row in x
+    ]
     truth = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
     assert relative_error(found[0], truth) <= 1e-10
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.errors import ArgumentError
-from tests.oracle import backward, make_private, relative_error, row_loss
+from tests.oracle import backward, make_private, relative_error, sample_loss
 from tests.refusal import refused
 
 
@@ -107,6 +107,6 @@ def test_unfrozen_gradually() -> None:
         optimizer.zero_grad()
         backward(private, x)
         parameters = [*model[int(not trained) :].parameters()]
-        rows = [torch.autograd.grad(row_loss(model(row[None])).sum(), parameters) for row in x]
+        rows = [torch.autograd.grad(sample_loss(model(row[None])).sum(), parameters) for row in x]
         truth = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
         assert relative_error(optimizer.per_sample_norms, truth) <= 1e-10

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fastclip
 from fastclip.errors import ParameterLeakError
-from tests.oracle import make_private, relative_error, row_loss
+from tests.oracle import make_private, relative_error, sample_loss
 
 
 class Own(nn.Module):
@@ -52,7 +52,7 @@ def test_the_model_as_it_was(strict: bool, name: str, whole: bool) -> None:
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(4, 6)
     _, private, optimizer, _ = make_private(model, noise_multiplier=1.0)
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     model.eval()
@@ -64,7 +64,7 @@ def test_the_model_as_it_was(strict: bool, name: str, whole: bool) -> None:
     assert all(p.grad is None for p in model.parameters())
     optimizer.zero_grad()
     model.train()
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     assert all(p.summed_grad is not None for p in model.parameters())
 
 

@@ -18,7 +18,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -67,7 +67,7 @@ def test_methods_of_the_model(wrap: bool) -> None:
     params = dict(model.named_parameters())
     private = make_private(model, max_grad_norm=0.1, wrap_model=wrap)[1]
     caller = private if wrap else model
-    row_loss(caller.decode(caller.encode(x))).mean().backward()
+    sample_loss(caller.decode(caller.encode(x))).mean().backward()
     assert_sums(summed(params), expected, 1e-10)
     assert (caller.rate, caller.config, caller.classes) == (3, {"classes": 2}, 2)
     assert caller.double_of(4) == 8
@@ -87,7 +87,7 @@ def test_a_method_that_does_not_keep_rows_apart(wrap: bool, known: bool) -> None
     if known:
         caller(x)
     with pytest.raises(FastclipError):
-        row_loss(caller.mixed(x)).mean().backward()
+        sample_loss(caller.mixed(x)).mean().backward()
 
 
 @pytest.mark.parametrize("wrap", [True, False])
@@ -95,13 +95,13 @@ def test_a_method_that_does_not_keep_rows_apart(wrap: bool, known: bool) -> None
 def test_a_method_that_folds_rows(wrap: bool, known: bool) -> None:
     """Exact: its layers see other rows than those of the model's forward."""
     model, x = WithMethods().double(), torch.randn(B, T, D).double()
-    grads = own_gradients(model, x, lambda m, rows: row_loss(m.folded(rows)))
+    grads = own_gradients(model, x, lambda m, rows: sample_loss(m.folded(rows)))
     params = dict(model.named_parameters())
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.1, wrap_model=wrap)
     caller = private if wrap else model
     if known:
         caller(x)
-    row_loss(caller.folded(x)).mean().backward()
+    sample_loss(caller.folded(x)).mean().backward()
     assert_sums(summed(params), clipped_sum(grads, 0.1), 1e-10)
     assert relative_error(optimizer.per_sample_norms, norms(grads)) < 1e-10
 
@@ -115,7 +115,7 @@ class Trainable(WithMethods):
 
     def step(self, x: Tensor, optimizer) -> None:
         optimizer.zero_grad()
-        row_loss(self.decode(self.encode(x))).mean().backward()
+        sample_loss(self.decode(self.encode(x))).mean().backward()
         optimizer.step()
 
     def step_with(self, optimizer, closure: Callable) -> None:
@@ -124,7 +124,7 @@ class Trainable(WithMethods):
         optimizer.step()
 
     def loss_of(self, x: Tensor, use: str = "encode") -> Tensor:
-        return row_loss(self.decode(getattr(self, use)(x))).mean()
+        return sample_loss(self.decode(getattr(self, use)(x))).mean()
 
 
 @pytest.mark.parametrize("how", ["fit", "closure"])
@@ -169,7 +169,7 @@ def test_a_method_that_trains_on_what_is_not_apart() -> None:
 
 def test_a_method_that_trains_on_folded_rows() -> None:
     model, x = Using().double(), torch.randn(B, T, D).double()
-    grads = own_gradients(model, x, lambda m, rows: row_loss(m.decode(m.folded_rows(rows))))
+    grads = own_gradients(model, x, lambda m, rows: sample_loss(m.decode(m.folded_rows(rows))))
     params = dict(model.named_parameters())
     private, optimizer = make_private(model, max_grad_norm=0.1, lr=0.0)[1:3]
     private.step_with(optimizer, lambda: private.loss_of(x, "folded_rows"))
@@ -191,7 +191,7 @@ class Part(nn.Module):
 
 def test_a_part_called_by_itself() -> None:
     model, x = nn.Sequential(Part(), nn.Linear(D, 2)), torch.randn(B, T, D)
-    check_exact_as_it_is(model, x, lambda m, rows: row_loss(model[1](model[0](rows))))
+    check_exact_as_it_is(model, x, lambda m, rows: sample_loss(model[1](model[0](rows))))
 
 
 def test_a_part_called_by_itself_that_couples() -> None:
@@ -210,7 +210,7 @@ def test_a_part_called_by_itself_is_exact() -> None:
     grads = per_sample_gradients(nn.Sequential(model.body, model.head), x)
     params = dict(model.named_parameters())
     make_private(model, max_grad_norm=0.1)
-    row_loss(model.head(model.body(x))).mean().backward()
+    sample_loss(model.head(model.body(x))).mean().backward()
     found = [summed(params)[f"{n}.weight"] for n in ("body.0", "head")]
     expected = [clipped_sum(grads, 0.1)[f"{n}.weight"] for n in ("0.0", "1")]
     for one, other in zip(found, expected, strict=True):

@@ -20,7 +20,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -41,9 +41,11 @@ class Several(nn.Module):
 
 
 LOSSES = {
-    "all": lambda o: row_loss(o["out"]) + row_loss(o["states"][0]) * row_loss(o["states"][1][0]),
-    "output": lambda o: row_loss(o["out"]),
-    "hidden": lambda o: row_loss(o["states"][1][0]),
+    "all": lambda o: (
+        sample_loss(o["out"]) + sample_loss(o["states"][0]) * sample_loss(o["states"][1][0])
+    ),
+    "output": lambda o: sample_loss(o["out"]),
+    "hidden": lambda o: sample_loss(o["states"][1][0]),
 }
 
 
@@ -56,14 +58,14 @@ def test_several_outputs(loss: str) -> None:
 
 def test_the_output_changed_in_place() -> None:
     model, x = mlp(), rows()
-    grads = per_sample_gradients(model, x, lambda out, _: row_loss(2 * out + 1))
+    grads = per_sample_gradients(model, x, lambda out, _: sample_loss(2 * out + 1))
     C = norms(grads).median().item()
     params = dict(model.named_parameters())
     _, private, _, _ = make_private(model, max_grad_norm=C)
     out = private(x)
     out *= 2
     out += 1
-    row_loss(out).mean().backward()
+    sample_loss(out).mean().backward()
     assert_sums(summed(params), clipped_sum(grads, C), EXACT)
 
 
@@ -74,7 +76,7 @@ def test_submodules_called_one_by_one() -> None:
     params = dict(model.named_parameters())
     make_private(model, max_grad_norm=0.5)
     first, act, second = model
-    row_loss(second(act(first(x)))).mean().backward()
+    sample_loss(second(act(first(x)))).mean().backward()
     assert_sums(summed(params), clipped_sum(grads, 0.5), EXACT)
 
 
@@ -102,9 +104,9 @@ def test_a_captured_state(output_too: bool) -> None:
     out = private(x)
     if not output_too:
         with refused("output", GraphError):
-            row_loss(captured[-1]).mean().backward()
+            sample_loss(captured[-1]).mean().backward()
         return
-    row_loss(torch.cat([out, captured[-1].sin()], dim=1)).mean().backward()
+    sample_loss(torch.cat([out, captured[-1].sin()], dim=1)).mean().backward()
     assert_sums(summed(params), clipped_sum(grads, 0.5), EXACT)
 
 
@@ -113,7 +115,7 @@ def test_two_private_models_in_a_row() -> None:
     lower, upper, x = mlp(6), mlp(), rows()
     grads = per_sample_gradients(nn.Sequential(lower, upper), x)
     privates = [make_private(model, max_grad_norm=0.5)[1] for model in (lower, upper)]
-    row_loss(privates[1](privates[0](x))).mean().backward()
+    sample_loss(privates[1](privates[0](x))).mean().backward()
     for i, model in enumerate((lower, upper)):
         mine = {n.removeprefix(f"{i}."): g for n, g in grads.items() if n.startswith(f"{i}.")}
         assert_sums(summed(dict(model.named_parameters())), clipped_sum(mine, 0.5), EXACT)
@@ -130,7 +132,7 @@ def test_the_gradient_of_the_input() -> None:
 
 def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Mean loss over the weights and, squared, over the inputs (a gradient penalty)."""
-    losses = row_loss(model(x))
+    losses = sample_loss(model(x))
     (slope,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
     return (losses + slope.square().sum(1)).mean()
 
@@ -152,7 +154,7 @@ def test_an_ordinary_model_again() -> None:
     backward(private, x)
     assert private.to_standard_module() is model
     for net in (plain, model):
-        (row_loss(net(x)).mean() + net[0].weight.square().sum()).backward()
+        (sample_loss(net(x)).mean() + net[0].weight.square().sum()).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
         assert getattr(p, "summed_grad", None) is None

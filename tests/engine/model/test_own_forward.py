@@ -24,7 +24,7 @@ from tests.oracle import (
     make_private,
     norms,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.precision.test_compile import fresh
@@ -94,7 +94,7 @@ def truth(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Samples' gradients one at a time, of the model itself, which a copy may not be."""
     names = dict(model.named_parameters())
     rows = [
-        torch.autograd.grad(row_loss(model(x[i : i + 1])).sum(), [*names.values()])
+        torch.autograd.grad(sample_loss(model(x[i : i + 1])).sum(), [*names.values()])
         for i in range(len(x))
     ]
     return {

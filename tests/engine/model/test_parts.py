@@ -17,7 +17,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -116,7 +116,7 @@ def test_apart_is_exact(case: str) -> None:
     grads = per_sample_gradients(Called(model, APART[case]), x, names=names)
     params = {f"model.{name}": p for name, p in model.named_parameters()}
     private = make_private(model, max_grad_norm=0.5)[1]
-    row_loss(APART[case](private, x)).mean().backward()
+    sample_loss(APART[case](private, x)).mean().backward()
     assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-10)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.backward.sums import ClippedSums
 from fastclip.errors import StepError, UnsupportedLayerError
-from tests.oracle import per_sample_gradients, relative_error, row_loss
+from tests.oracle import per_sample_gradients, relative_error, sample_loss
 from tests.refusal import refused
 
 D = 4
@@ -71,7 +71,7 @@ def private(net: nn.Module, mode: str, kind: Any = FastPrivacyEngine, **kwargs: 
 def backward(net: nn.Module, rows: int = 3, scale: float = 100.0) -> Tensor:
     torch.manual_seed(5)
     x = torch.randn(rows, D)
-    (row_loss(net(x)).mean() * scale).backward()
+    (sample_loss(net(x)).mean() * scale).backward()
     return x
 
 
@@ -289,7 +289,7 @@ def test_copies_and_pickles_have_no_sums() -> None:
     state = pickle.loads(pickle.dumps(held.grad_state.sums))
     assert not state
     x = backward(twin)
-    reference = per_sample_gradients(model(), x, lambda y, _: row_loss(y) * 100)
+    reference = per_sample_gradients(model(), x, lambda y, _: sample_loss(y) * 100)
     flat = torch.cat([g.flatten(1) for g in reference.values()], dim=1)
     rows = flat * (1 / flat.norm(dim=1)).clamp(max=1)[:, None]
     found = torch.cat([p.summed_grad.flatten() for p in twin._module.parameters()])

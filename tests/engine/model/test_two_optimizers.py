@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.errors import ParameterLeakError, StepError
 from tests.networks import mlp, rows
-from tests.oracle import backward, make_private, row_loss
+from tests.oracle import backward, make_private, sample_loss
 from tests.refusal import refused
 
 
@@ -85,7 +85,7 @@ def test_another_loss_may_train_it() -> None:
     assert model.shift.grad == 3
     private.cleanup()
     model.shift.grad = None
-    row_loss(model(rows(4))).mean().backward()
+    sample_loss(model(rows(4))).mean().backward()
     assert model.shift.grad is not None
 
 

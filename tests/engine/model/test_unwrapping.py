@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, bare_state_dict, unwrap
 from tests.opacus_runs import needs_16
-from tests.oracle import make_private, norms, per_sample_gradients, row_loss
+from tests.oracle import make_private, norms, per_sample_gradients, sample_loss
 
 D, N, B = 4, 32, 8
 
@@ -48,7 +48,7 @@ def private(model: nn.Module, **options: Any) -> tuple:
 def a_pass(model: nn.Module, optimizer: Any, loader: Any) -> None:
     for (x,) in loader:
         optimizer.zero_grad()
-        row_loss(model(x)).mean().backward()
+        sample_loss(model(x)).mean().backward()
         optimizer.step()
 
 
@@ -160,7 +160,7 @@ def test_a_deep_copy_clips_its_own_rows(trained: bool) -> None:
         for p in twin.parameters():
             p.mul_(2)
     x = torch.randn(5, D)
-    row_loss(twin(x)).mean().backward()
+    sample_loss(twin(x)).mean().backward()
     plain = mlp()
     plain.load_state_dict(bare_state_dict(twin.state_dict(), plain))
     expected = norms(per_sample_gradients(plain, x))

@@ -16,7 +16,7 @@ from fastclip.accounting.epsilon import compose
 from fastclip.engine.opacus_modes.optimizers import MaterializedAdaptiveOptimizer
 from fastclip.errors import ArgumentError, StepError
 from fastclip.ops.noise import NoiseSource
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 from tests.refusal import refused
 
 D, B, N = 5, 8, 64
@@ -59,7 +59,7 @@ def start(mode: str = "hooks", batch: int = B, **kwargs: Any) -> tuple:
 
 def one_step(model: nn.Module, optimizer: Any, x: Tensor) -> None:
     optimizer.zero_grad()
-    row_loss(model(x)).mean().backward()
+    sample_loss(model(x)).mean().backward()
     optimizer.step()
 
 
@@ -134,7 +134,7 @@ def test_accumulated_batches_have_as_many_denominators() -> None:
     _, model, optimizer, _ = start(poisson_sampling=False)
     optimizer.noise_source = Scripted()
     for x in (torch.zeros(B, D), torch.zeros(B, D)):
-        (row_loss(model(x)).mean() * 0).backward()
+        (sample_loss(model(x)).mean() * 0).backward()
     optimizer.step()
     assert optimizer.sample_size == optimizer.unclipped_num == 2 * B  # all within C
     assert float(optimizer.max_grad_norm) == pytest.approx(math.exp(-0.4 * (1 - 0.3)))
@@ -142,7 +142,7 @@ def test_accumulated_batches_have_as_many_denominators() -> None:
 
 def gradient_norm(net: nn.Module, row: Tensor) -> float:
     net.zero_grad()
-    row_loss(net(row)).sum().backward()
+    sample_loss(net(row)).sum().backward()
     return float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
 
 
@@ -160,7 +160,7 @@ def test_counts_of_a_step_that_is_not_accounted_are_not_shown() -> None:
     assert (float(optimizer.max_grad_norm), optimizer.unclipped_num) == (1.0, 0)
     optimizer.step_hook = None  # the accountant's stays
     optimizer.zero_grad()
-    (row_loss(model(torch.zeros(3, D))) * 0).mean().backward()
+    (sample_loss(model(torch.zeros(3, D))) * 0).mean().backward()
     optimizer.step()
     assert float(optimizer.unclipped_num) == 3 * 0.5 + B / 2
 

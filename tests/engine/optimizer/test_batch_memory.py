@@ -23,7 +23,7 @@ from fastclip import BatchMemoryManager, FastPrivacyEngine
 from fastclip.engine.batch_memory import wrap_data_loader
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.networks import mlp
-from tests.oracle import clipped_sum, per_sample_gradients, relative_error, row_loss, summed
+from tests.oracle import clipped_sum, per_sample_gradients, relative_error, sample_loss, summed
 from tests.refusal import refused
 
 N, B, C = 40, 10, 0.5
@@ -70,7 +70,7 @@ def split(loader: DataLoader, optimizer: Any, most: int = 3, **options: Any) -> 
 
 def step(model: nn.Module, optimizer: Any, x: Tensor) -> bool:
     optimizer.zero_grad()
-    row_loss(model(x)).mean().backward()
+    sample_loss(model(x)).mean().backward()
     optimizer.step()
     return optimizer.last_step_was_real
 
@@ -86,7 +86,7 @@ def test_parts_sum_to_the_whole_draw(batch_size: int) -> None:
             sizes.append(len(x))
             drawn.append(x)
             optimizer.zero_grad()
-            row_loss(model(x)).mean().backward()
+            sample_loss(model(x)).mean().backward()
             found = summed(dict(net.named_parameters()))
             optimizer.step()
             if not optimizer.last_step_was_real:
@@ -156,7 +156,7 @@ def test_a_scaler_never_skips() -> None:
         seen = []
         for (x,) in physical:
             optimizer.zero_grad()
-            scaler.scale(row_loss(model(x * torch.tensor(1e200))).mean()).backward()
+            scaler.scale(sample_loss(model(x * torch.tensor(1e200))).mean()).backward()
             scaler.step(optimizer)
             scaler.update()
             seen.append(optimizer.last_step_was_real)
@@ -355,7 +355,7 @@ def test_a_loop_that_is_left_in_the_middle() -> None:
             for (x,) in physical:
                 rows.append(x)
                 optimizer.zero_grad()
-                row_loss(model(x)).mean().backward()
+                sample_loss(model(x)).mean().backward()
                 found = summed(dict(net.named_parameters()))
                 optimizer.step()
                 if optimizer.last_step_was_real:

@@ -18,7 +18,7 @@ from fastclip import FastPrivacyEngine
 from fastclip.engine import step as step_module
 from fastclip.ops.dispatch import use_backend
 from tests.engine.capture.uncompiled import Uncompiled
-from tests.oracle import clipped_sum, per_sample_gradients, relative_error, row_loss
+from tests.oracle import clipped_sum, per_sample_gradients, relative_error, sample_loss
 from tests.rules.uses.functions import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:steps are taken on batches:UserWarning")
@@ -114,7 +114,7 @@ def _train(name: str, layout: Any, mode: str, dtype: torch.dtype, **options: Any
             x = MODELS[name][1]()
             x = x.to(dtype) if x.is_floating_point() else x
             optimizer.signal_skip_step(number == 1 and not part)
-            row_loss(private(x)).mean().backward()
+            sample_loss(private(x)).mean().backward()
             optimizer.step()
             _assert_laid_out(model.parameters(), "summed_grad")
             if number != 1 or part:
@@ -164,9 +164,9 @@ def test_gaps() -> None:
     for p in model.parameters():
         p.data = _gapped(p.data)
     _, private, optimizer, _ = _private(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    row_loss(private(x)).mean().backward()
+    sample_loss(private(x)).mean().backward()
     expected = clipped_sum(own, 0.3)
-    row_loss(plain(x)).mean().backward()
+    sample_loss(plain(x)).mean().backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert relative_error(p.summed_grad, expected[name]) <= 1e-10
         assert (p.summed_grad.is_contiguous(), q.grad.is_contiguous()) == (True, True)
@@ -184,7 +184,7 @@ def test_noise_belongs_to_elements() -> None:
             noise_generator=generator,
         )  # fmt: skip
         torch.manual_seed(1)
-        row_loss(private(MODELS["conv"][1]())).mean().backward()
+        sample_loss(private(MODELS["conv"][1]())).mean().backward()
         optimizer.step()
         _assert_laid_out(model.parameters(), "grad")
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -198,7 +198,7 @@ def test_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("conv", _channels_last, torch.float32)
     engine, private, optimizer, _ = _private(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step = engine.make_step(
-        private, lambda net, x: row_loss(net(x)), physical_batch=6, cuda_graph=True
+        private, lambda net, x: sample_loss(net(x)), physical_batch=6, cuda_graph=True
     )
     with use_backend("reference"):
         for _ in range(3):

@@ -13,7 +13,7 @@ from fastclip import ops
 from fastclip.engine.opacus_modes.optimizers import clip_apart
 from fastclip.errors import ArgumentTypeError, StepError
 from tests.opacus_runs import ALL, MODES, B, C, D, backward, gradients, moved, rows, start, weights
-from tests.oracle import clipped_sum, norms, relative_error, row_loss
+from tests.oracle import clipped_sum, norms, relative_error, sample_loss
 from tests.refusal import refused
 
 
@@ -233,7 +233,7 @@ def test_torchs_grad_scaler_is_refused(mode: str, kind: str) -> None:
     net, model, optimizer, _ = start(mode)
     scaler = SCALERS[kind]()
     before = weights(net)
-    scaler.scale(row_loss(model(rows())).mean()).backward()
+    scaler.scale(sample_loss(model(rows())).mean()).backward()
     if "unscaled" in kind and mode != "fast":  # nothing to unscale there
         scaler.unscale_(optimizer)
     if scaler.is_enabled():
@@ -242,7 +242,7 @@ def test_torchs_grad_scaler_is_refused(mode: str, kind: str) -> None:
         assert moved(net, before) == [0] * 4
     optimizer.zero_grad()
     off = torch.amp.GradScaler("cpu", enabled=False)
-    off.scale(row_loss(model(rows())).mean()).backward()
+    off.scale(sample_loss(model(rows())).mean()).backward()
     off.step(optimizer)
     assert max(moved(net, before)) > 0
 
@@ -252,7 +252,7 @@ def test_our_grad_scaler_is_for_the_fast_mode(mode: str) -> None:
     net, model, optimizer, _ = start(mode)
     scaler = fastclip.GradScaler()
     before = weights(net)
-    scaler.scale(row_loss(model(rows())).mean()).backward()
+    scaler.scale(sample_loss(model(rows())).mean()).backward()
     for call in (scaler.unscale_, scaler.step):
         with pytest.raises(ArgumentTypeError, match=r"fast mode.*or in bfloat16"):
             call(optimizer)

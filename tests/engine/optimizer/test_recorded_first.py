@@ -11,14 +11,14 @@ from torch import nn
 from fastclip.clipping import Clipping, Quantile
 from tests.engine.optimizer.test_step_hooks import start
 from tests.interrupts import at_every_line
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 MODES = ["fast", "hooks", "functorch"]
 
 
 def backward(private: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
-    row_loss(private(torch.randn(6, 6))).mean().backward()
+    sample_loss(private(torch.randn(6, 6))).mean().backward()
 
 
 def held(optimizer: Any) -> list[torch.Tensor | None]:

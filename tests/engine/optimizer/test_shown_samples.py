@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fastclip
 from tests.opacus_runs import MODES, C, backward, gradients, moved, rows, start, weights
-from tests.oracle import relative_error, row_loss
+from tests.oracle import relative_error, sample_loss
 
 SAVED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "parameters": lambda net, _: list(net.parameters()),
@@ -84,7 +84,7 @@ def test_a_model_saved_before_its_backward_pass_holds_no_rows(mode: str, copied:
     net, model, _, _ = start(mode)
     x = rows()
     reference = gradients(net, x)["0.weight"]
-    loss = 1e3 * row_loss(model(x)).mean()
+    loss = 1e3 * sample_loss(model(x)).mean()
     try:
         file = saved(COPIES[copied](model))
     except (AttributeError, TypeError, pickle.PicklingError):

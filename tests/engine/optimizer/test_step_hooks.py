@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 pytestmark = pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
 
@@ -28,7 +28,7 @@ def start(mode: str, **told):
 
 def step(private: nn.Module, optimizer) -> None:
     optimizer.zero_grad()
-    row_loss(private(torch.randn(6, 6))).mean().backward()
+    sample_loss(private(torch.randn(6, 6))).mean().backward()
     optimizer.step()
 
 

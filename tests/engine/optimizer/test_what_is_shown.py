@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine, clipping
 from fastclip.engine.optimizer import STATE
 from tests.engine.optimizer.test_step_hooks import start
-from tests.oracle import row_loss
+from tests.oracle import sample_loss
 
 SHOWN = ("threshold", "sensitivity", "group_weights", "noisy_counts")
 STRATEGIES: dict[str, Any] = {
@@ -38,7 +38,7 @@ def begun(strategy: str) -> tuple[Any, Any]:
     for last in (False, True):
         optimizer.zero_grad()
         engine.set_groups(torch.arange(6) % 2)
-        row_loss(private(torch.randn(6, 6))).mean().backward()
+        sample_loss(private(torch.randn(6, 6))).mean().backward()
         if not last:
             optimizer.step()
     return optimizer, generator
@@ -84,7 +84,7 @@ def test_a_refused_step_leaves_nothing_to_release_by_hand(mode: str) -> None:
         raise OSError("no space left on device")
 
     account, optimizer.batch.account = optimizer.batch.account, full
-    row_loss(private(torch.randn(6, 6))).mean().backward()
+    sample_loss(private(torch.randn(6, 6))).mean().backward()
     with pytest.raises(OSError, match="no space"):
         optimizer.step()
     assert not optimizer.releasing
@@ -95,12 +95,12 @@ def test_a_refused_step_leaves_nothing_to_release_by_hand(mode: str) -> None:
 def test_a_step_that_is_refused_before_it_is_recorded() -> None:
     engine, private, optimizer = start("fast")
     parameter = optimizer.params[0]
-    row_loss(private(torch.randn(6, 6))).mean().backward()
+    sample_loss(private(torch.randn(6, 6))).mean().backward()
     parameter.summed_grad = parameter.summed_grad * 2
     with pytest.raises(Exception, match="set or changed"):
         optimizer.step()
     optimizer.zero_grad()
-    row_loss(private(torch.randn(6, 6))).mean().backward()
+    sample_loss(private(torch.randn(6, 6))).mean().backward()
     optimizer.add_noise()
     assert sum(steps for _, _, steps in engine.accountant.history) == 1
     with pytest.raises(Exception, match="haven't been cleared"):

@@ -265,10 +265,10 @@ def test_a_captured_graph_is_refused(monkeypatch) -> None:
     """A graph would replay one key's noise for ever."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(StepError, match="cannot be part of a CUDA graph"):
-        noise_module.refuse_capture(torch.device("cuda"))
-    noise_module.refuse_capture(torch.device("cpu"))
+        noise_module.check_not_captured(torch.device("cuda"))
+    noise_module.check_not_captured(torch.device("cpu"))
     asked = []
-    monkeypatch.setattr(noise_module, "refuse_capture", asked.append)
+    monkeypatch.setattr(noise_module, "check_not_captured", asked.append)
     SecureNoise().normal_(torch.empty(3))
     assert asked == [torch.device("cpu")]
 

@@ -17,7 +17,7 @@ from fastclip.ops.triton.runtime import INTERPRETED
 from tests.ops.triton.oracle import DEVICE, DTYPES, relative_error, strided
 from tests.ops.triton.test_ghost_norm import check, each_configuration, operands
 from tests.ops.triton.test_scaled_sums import Pairs, blocks, layers
-from tests.oracle import make_private, row_loss, summed
+from tests.oracle import make_private, sample_loss, summed
 
 module = import_module("fastclip.ops.triton.ghost_norm")  # the package exports the function
 
@@ -130,7 +130,7 @@ def step(
     norm = 0.2 if clipping == "flat" else [0.1] * trainable
     with use_backend(backend):
         _, private, optimizer, _ = make_private(model, clipping=clipping, max_grad_norm=norm)
-        row_loss(private(x.to(DEVICE))).mean().backward()
+        sample_loss(private(x.to(DEVICE))).mean().backward()
     return summed(dict(model.named_parameters())), optimizer.per_sample_norms
 
 

@@ -30,7 +30,7 @@ from tests.ops.triton.oracle import (
     normal,
     relative_error,
 )
-from tests.oracle import make_private, row_loss, summed
+from tests.oracle import make_private, sample_loss, summed
 
 EPS = 1e-5
 NAMES = ("y", "mean", "rstd", "dx", "dw", "db")
@@ -297,7 +297,7 @@ def trained(
         for layer in model.modules():
             if isinstance(layer, (nn.GroupNorm, nn.InstanceNorm2d)):
                 layer.register_forward_hook(lambda *call: found.append(ops.channels_last(call[-1])))
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         return optimizer.per_sample_norms, summed(dict(model.named_parameters())), found
 
 

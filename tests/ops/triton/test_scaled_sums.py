@@ -18,7 +18,7 @@ from fastclip.ops.dispatch import use_backend
 from fastclip.ops.triton.scaled_sum import scaled_sums
 from tests.ops.triton.oracle import DEVICE, DTYPES, normal, relative_error, strided
 from tests.ops.triton.test_scaled_sum import SHAPES, exact
-from tests.oracle import make_private, row_loss, summed
+from tests.oracle import make_private, sample_loss, summed
 
 module = import_module("fastclip.ops.triton.scaled_sum")  # the package exports the function
 Pairs = list[tuple[Tensor, Tensor]]
@@ -146,7 +146,7 @@ def step(model: nn.Module, backend: str, **options: Any) -> dict[str, Tensor]:
         _, private, optimizer, _ = make_private(model, **{"max_grad_norm": 0.5, **options})
         for _ in range(2):  # the second pass is added to the first
             optimizer.signal_skip_step(True)
-            row_loss(private(inputs)).mean().backward()
+            sample_loss(private(inputs)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         found = summed(dict(model.named_parameters()))

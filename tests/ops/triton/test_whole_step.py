@@ -10,9 +10,9 @@ import torch
 
 from fastclip.ops import dispatch
 from fastclip.ops.dispatch import use_backend
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from tests.ops.triton.oracle import DEVICE, relative_error
-from tests.oracle import make_private, row_loss, summed
+from tests.oracle import make_private, sample_loss, summed
 from tests.test_no_synchronization import MODELS, STRATEGIES
 
 USED = {
@@ -29,7 +29,7 @@ def step(model, inputs, strategy, backend: str):
     with use_backend(backend):
         engine, private, optimizer, _ = make_private(model, clipping=strategy, max_grad_norm=0.5)
         engine.set_groups(torch.arange(len(inputs), device=DEVICE) % 3)
-        row_loss(private(inputs.to(DEVICE))).mean().backward()
+        sample_loss(private(inputs.to(DEVICE))).mean().backward()
         sums = summed(dict(model.named_parameters()))
         optimizer.step()
     return sums, optimizer
@@ -79,7 +79,7 @@ def test_a_layer_that_is_known_to_be_used_twice_takes_its_bias_apart(monkeypatch
     for _ in range(2):
         dispatch._STATE.proven.clear()
         optimizer.zero_grad()
-        row_loss(private(torch.randn(4, 3, 32, device=DEVICE))).mean().backward()
+        sample_loss(private(torch.randn(4, 3, 32, device=DEVICE))).mean().backward()
     assert "triton ghost_norm_concat" in dispatch._STATE.proven
     assert "triton ghost_norms" not in dispatch._STATE.proven
 
@@ -94,8 +94,8 @@ def test_units_take_their_bias_apart(monkeypatch) -> None:
         private = copy.deepcopy(model).to(DEVICE)
         with use_backend(backend):
             _, wrapped, optimizer, _ = make_private(private, max_grad_norm=0.5)
-            optimizer.grad_state.batch.next_units = UnitRows(torch.tensor([0, 1, 0, 2]), 3, 2)
-            row_loss(wrapped(x.to(DEVICE))).mean().backward()
+            optimizer.grad_state.batch.next_units = UnitSamples(torch.tensor([0, 1, 0, 2]), 3, 2)
+            sample_loss(wrapped(x.to(DEVICE))).mean().backward()
         found.append(optimizer.per_sample_norms)
     assert relative_error(*found) <= 1e-5
     assert "triton ghost_norms" not in dispatch._STATE.proven

@@ -9,7 +9,7 @@ import torch
 from opacus.layers import DPMultiheadAttention
 from torch import nn
 
-from tests.oracle import DTYPES, Batch, check_exact, row_loss
+from tests.oracle import DTYPES, Batch, check_exact, sample_loss
 
 EXTRAS = {
     "plain": {},
@@ -38,7 +38,7 @@ def test_as_the_root(extras: str, batch_first: bool, dtype: torch.dtype) -> None
         batch = Batch(tuple(x.transpose(0, 1) for x in inputs), take=columns)
 
     def loss_fn(output: tuple, _: Any) -> torch.Tensor:
-        return row_loss(output[0] if batch_first else output[0].transpose(0, 1))
+        return sample_loss(output[0] if batch_first else output[0].transpose(0, 1))
 
     check_exact(model, batch, loss_fn, dtype=dtype, batch_first=batch_first)
 

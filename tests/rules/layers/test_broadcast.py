@@ -15,7 +15,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -196,7 +196,7 @@ def test_the_length_may_change(lengths: tuple) -> None:
     _, private, optimizer, _ = make_private(model, lr=0.0)
     for x, sums in zip(batches, expected, strict=True):
         optimizer.zero_grad()
-        row_loss(private(x)).mean().backward()
+        sample_loss(private(x)).mean().backward()
         assert_sums(summed(params), sums, 1e-10)
         optimizer.step()
 

@@ -22,7 +22,7 @@ from fastclip.rules.records import ConvRecord, ViewedRecord
 from fastclip.rules.reuse import RegionsRecord, geometry_of
 from fastclip.samples.batch_axis import BatchAxis
 from tests import oracle
-from tests.units import unit_rows
+from tests.units import unit_samples
 
 ROUNDING = 1e-6
 LENGTHS = [384, 2048, 4096]
@@ -65,18 +65,18 @@ def _tied(a: Tensor, g: Tensor) -> Record:
 
 def _units(a: Tensor, g: Tensor) -> Record:
     rows = (x.view(8, -1, 1) for x in (a, g))
-    return LinearRecord(*rows, ghost=False).of_units(unit_rows([0] * 8, "sum"))
+    return LinearRecord(*rows, ghost=False).of_units(unit_samples([0] * 8, "sum"))
 
 
 def _scattered(a: Tensor, g: Tensor) -> Record:
     """Rows of two units that are not side by side, one of which has nothing."""
     rows = [torch.stack([x.view(8, -1, 1), torch.zeros(8, x.shape[1] // 8, 1)], 1) for x in (a, g)]
     both = (x.flatten(0, 1) for x in rows)
-    return LinearRecord(*both, ghost=False).of_units(unit_rows([0, 1] * 8, "sum"))
+    return LinearRecord(*both, ghost=False).of_units(unit_samples([0, 1] * 8, "sum"))
 
 
 def _units_twice(a: Tensor, g: Tensor) -> Record:
-    units, half = unit_rows([0] * 4, "sum"), a.shape[1] // 2
+    units, half = unit_samples([0] * 4, "sum"), a.shape[1] // 2
     uses = zip(a.split(half, 1), g.split(half, 1), strict=True)
     records = [
         LinearRecord(x.reshape(4, -1, 1), y.reshape(4, -1, 1), ghost=False).of_units(units)
@@ -91,7 +91,7 @@ def _conv(geometry: ops.ConvGeometry) -> Callable[[Tensor, Tensor], Record]:
 
 def _conv_units(a: Tensor, g: Tensor) -> Record:
     rows = (x.view(8, 1, -1) for x in (a, g))
-    return ConvRecord(*rows, WIDE, ghost=False).of_units(unit_rows([0] * 8, "sum"))
+    return ConvRecord(*rows, WIDE, ghost=False).of_units(unit_samples([0] * 8, "sum"))
 
 
 def _routed(a: Tensor, g: Tensor) -> Record:

@@ -25,7 +25,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     norms,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -125,7 +125,7 @@ def test_rows_that_come_later(followed: bool, monkeypatch: pytest.MonkeyPatch) -
     def one_by_one(m: nn.Module, row: torch.Tensor) -> torch.Tensor:
         i = next(i for i in range(4) if torch.equal(row[0], x[i]))
         held[0] = mask[i : i + 1]
-        return row_loss(m(row))
+        return sample_loss(m(row))
 
     equal = own_gradients(model, x, one_by_one)
     mask[2] = 7.0
@@ -186,7 +186,7 @@ def test_nothing_of_a_transform_is_left_behind() -> None:
     out = private(x)
     assert model[1].calls == before + 1
     assert torch.equal(model[1].last.detach(), model[0](x).detach() * model[1].gamma.detach())
-    row_loss(out).mean().backward()
+    sample_loss(out).mean().backward()
     assert model[1].calls == before + 1
     assert model[1].last.shape == x.shape
 
@@ -210,7 +210,7 @@ def test_a_loss_set_aside(first: Callable, detached: bool) -> None:
     layer = SharedInputs()
 
     def losses(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        own = row_loss(m(x))
+        own = sample_loss(m(x))
         return own + (layer.aside.detach() if detached else layer.aside)
 
     check_exact_as_it_is(nn.Sequential(first(), layer), torch.randn(4, 6), losses)

@@ -20,7 +20,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 
@@ -79,7 +79,7 @@ def test_autocast(case: str, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         out = private(x)
     assert out.dtype == dtype or case == "layer-norm"
-    row_loss(out.float()).mean().backward()
+    sample_loss(out.float()).mean().backward()
     assert all(p.summed_grad.dtype == torch.float32 and p.grad is None for p in params.values())
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 2 * HALF[dtype]
     assert_sums(summed(params), clipped_sum(grads, C), 2 * HALF[dtype])  # weights are rounded, too
@@ -90,7 +90,9 @@ def test_the_step_casts_to_the_parameter(dtype: torch.dtype) -> None:
     """After a step without noise, p.grad is summed_grad / expected batch size in p's own type."""
     model = nn.Linear(8, 4).to(dtype)
     _, private, optimizer, _ = make_private(model, batch_size=4, dataset_size=16)
-    row_loss(private(torch.randn(3, 8).to(dtype))).mean().backward()  # three rows of an expected 4
+    sample_loss(
+        private(torch.randn(3, 8).to(dtype))
+    ).mean().backward()  # three rows of an expected 4
     expected = {n: (p.summed_grad / 4).to(dtype) for n, p in model.named_parameters()}
     optimizer.step()
     for name, p in model.named_parameters():

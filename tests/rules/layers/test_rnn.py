@@ -11,7 +11,7 @@ from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.oracle import DTYPES, Batch, check_exact, row_loss
+from tests.oracle import DTYPES, Batch, check_exact, sample_loss
 
 KINDS = {"lstm": DPLSTM, "gru": DPGRU, "rnn": DPRNN}
 STEPS = 5
@@ -29,7 +29,7 @@ def loss_over(batch_dim: int) -> Callable[[Any, Any], torch.Tensor]:
         sequence, final = output
         states = final if isinstance(final, tuple) else (final,)  # [layers, b, h] each
         rows = [sequence.transpose(0, batch_dim), *(s.transpose(0, 1) for s in states)]
-        return row_loss(torch.cat([r.flatten(1) for r in rows], dim=1))
+        return sample_loss(torch.cat([r.flatten(1) for r in rows], dim=1))
 
     return loss_fn
 
@@ -110,7 +110,7 @@ LENGTHS = {"sorted": [5, 4, 4, 1], "unsorted": [2, 5, 1, 4]}
 def padded_loss(output: tuple, _: Any) -> torch.Tensor:
     """Loss of a packed output sequence; the padding's share is constant."""
     sequence, _ = pad_packed_sequence(output[0], batch_first=True, total_length=STEPS)
-    return row_loss(sequence)
+    return sample_loss(sequence)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

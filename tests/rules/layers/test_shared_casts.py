@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.rules.contribution import LastCast
-from tests.oracle import assert_sums, make_private, row_loss, summed
+from tests.oracle import assert_sums, make_private, sample_loss, summed
 
 
 class Attention(nn.Module):
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_torch(between: Callable[[Tensor], Tensor]) -> No
     for net in (private, given):
         with torch.autocast("cpu", torch.bfloat16):
             out = net(x)
-        row_loss(out.float()).mean().backward()
+        sample_loss(out.float()).mean().backward()
     expected = {name: p.grad * len(x) for name, p in given.named_parameters()}
     assert_sums(summed(dict(plain.named_parameters())), expected, 2e-2)
 
@@ -110,7 +110,7 @@ def test_a_model_saves_one_copy() -> None:
             torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         ):
             out = private(torch.randn(3, 4))
-        row_loss(out.float()).mean().backward()
+        sample_loss(out.float()).mean().backward()
     inputs = 2  # of the first layer, and of three
     products = 2  # what k(x) * v(x) saves
     assert len(saved) == inputs + products

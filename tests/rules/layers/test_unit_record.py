@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.ops.planner import Planner
-from fastclip.ops.units import UnitRows
+from fastclip.ops.units import UnitSamples
 from fastclip.rules import ConvRecord, KeptRecord, LinearRecord, LookupRecord, Record, joint_norm_sq
 from fastclip.rules.contraction import GroupedRecord, ProductRecord, RoutedRecord
 from fastclip.rules.contribution import FoldedRecord
@@ -19,7 +19,7 @@ from fastclip.rules.records import ViewedRecord
 from fastclip.rules.reuse import RegionsRecord, geometry_of
 from fastclip.samples.batch_axis import BatchAxis
 from tests.oracle import DTYPES, TOLERANCE, relative_error
-from tests.units import LAYOUTS, unit_rows
+from tests.units import LAYOUTS, unit_samples
 
 B, T, D, P, V = 7, 3, 4, 5, 6
 
@@ -144,12 +144,12 @@ RECORDS: dict[str, Callable[[int, torch.dtype], Record]] = {
 }  # fmt: skip
 
 
-def added(rows: Tensor, units: UnitRows) -> Tensor:
+def added(rows: Tensor, units: UnitSamples) -> Tensor:
     """The rows' gradients, added up one unit at a time, float64."""
     return torch.stack([rows[units.owner == u].double().sum(0) for u in range(units.count)])
 
 
-def _check(record: Record, units: UnitRows, expected: Tensor, tol: float) -> None:
+def _check(record: Record, units: UnitSamples, expected: Tensor, tol: float) -> None:
     joined = record.of_units(units)
     norms = expected.flatten(1).norm(dim=1)
     found = joined.norm_sq().double().sqrt()
@@ -175,7 +175,7 @@ def test_units_are_sums_of_rows(kind: str, layout: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("owner", [[0] * B, [*range(B)], [0, 1, 1, 1, 1, 1, 2]], ids=str)
 def test_shapes_of_units(owner: list[int], kind: str) -> None:
     """One unit alone; units of one row; a large one among small ones."""
-    record, units = RECORDS[kind](B, torch.float64), unit_rows(owner)
+    record, units = RECORDS[kind](B, torch.float64), unit_samples(owner)
     _check(record, units, added(record.per_sample(), units), 1e-10)
 
 

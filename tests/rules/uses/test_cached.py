@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.apart import check_exact_as_it_is, step
-from tests.oracle import backward, make_private, row_loss
+from tests.oracle import backward, make_private, sample_loss
 from tests.refusal import refused
 
 
@@ -49,7 +49,7 @@ def normalized() -> nn.Module:
 def test_cached_parametrizations_of_one_pass() -> None:
     def losses(m: nn.Module, x: Tensor) -> Tensor:
         with parametrize.cached():
-            return row_loss(m(x))
+            return sample_loss(m(x))
 
     check_exact_as_it_is(normalized(), torch.randn(4, 6), losses)
 

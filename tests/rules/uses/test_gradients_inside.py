@@ -14,7 +14,7 @@ from tests.oracle import (
     backward,
     clipped_sum,
     make_private,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -93,7 +93,7 @@ def test_of_hidden_values(name: str) -> None:
     rows = []
     for i in range(B):
         model.zero_grad()
-        row_loss(model(x[i : i + 1])).sum().backward()
+        sample_loss(model(x[i : i + 1])).sum().backward()
         rows.append({n: p.grad.clone() for n, p in model.named_parameters()})
     model.zero_grad()
     grads = {n: torch.stack([row[n] for row in rows]) for n in rows[0]}

@@ -17,7 +17,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -100,7 +100,7 @@ def test_functions_that_take_a_shape_or_a_type_of_samples(use: Callable) -> None
     """What they return of a parameter is of no sample."""
     check_exact_as_it_is(Model(use), batch())
     private = make_private(Model(use))[1]
-    row_loss(private(batch())).mean().backward()
+    sample_loss(private(batch())).mean().backward()
     assert private.grad_state.calls.layouts["forward"].proven
 
 
@@ -144,7 +144,7 @@ def test_a_parameter_changed_between_the_passes(name: str) -> None:
     """A value of it is computed again by nobody, and the way back asks for what it was."""
 
     def changed(m: Model, x: Tensor) -> Tensor:
-        loss = row_loss(m(x)).mean()
+        loss = sample_loss(m(x)).mean()
         with torch.no_grad():
             model.v.mul_(3)
         return loss
@@ -163,7 +163,7 @@ def test_a_parameter_changed_between_the_passes_where_no_gradient_asks() -> None
     grads = per_sample_gradients(model, batch())
     params = dict(model.named_parameters())
     _, private, _, _ = make_private(model)
-    loss = row_loss(private(batch())).mean()
+    loss = sample_loss(private(batch())).mean()
     with torch.no_grad():
         model.w.mul_(3)
     loss.backward()
@@ -182,7 +182,7 @@ def test_a_derived_value_changed_after_it_was_used(function: Callable) -> None:
 
     model = Model(use)
     with pytest.raises(RuntimeError, match="inplace"):
-        row_loss(model(batch())).mean().backward()
+        sample_loss(model(batch())).mean().backward()
     _, private, optimizer, _ = make_private(model)
     with refused("changed in place after another value had been computed.*clone"):
         step(private, optimizer, batch())
@@ -246,9 +246,9 @@ def test_functions_are_known_by_who_calls_them() -> None:
     """Not by a line of torch.nn.functional: of both it is known where the samples are."""
     ids = torch.randint(0, 7, (5, 3), generator=torch.Generator().manual_seed(1))
     private = make_private(Twice())[1]
-    row_loss(private(ids)).mean().backward()
+    sample_loss(private(ids)).mean().backward()
     layout = private.grad_state.calls.layouts["forward"]
     assert not layout.moved
-    found = [place.axis for use, place in layout.places.items() if use != "head"]
+    found = [batch_axis.axis for use, batch_axis in layout.batch_axes.items() if use != "head"]
     assert sorted(found) == [0, 1]
     check_exact(Twice(), ids, dtype=torch.float64)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from tests.oracle import Batch, check_exact, row_loss
+from tests.oracle import Batch, check_exact, sample_loss
 from tests.rules.uses.test_recurrent import KINDS, STEPS, kinds, rnn
 
 LENGTHS = {"sorted": [5, 4, 4, 1], "unsorted": [2, 5, 1, 4], "even": [3, 3, 3, 3]}
@@ -19,7 +19,7 @@ def padded_loss(output: tuple, _: object) -> torch.Tensor:
     sequence, final = output
     sequence, _ = pad_packed_sequence(sequence, batch_first=True, total_length=STEPS)
     states = final if isinstance(final, tuple) else (final,)
-    return row_loss(
+    return sample_loss(
         torch.cat([sequence.flatten(1), *(s.transpose(0, 1).flatten(1) for s in states)], 1)
     )
 

@@ -19,7 +19,7 @@ from tests.oracle import (
     make_private,
     norms,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.refusal import refused
@@ -158,7 +158,7 @@ def test_the_numbers_that_were_drawn(name: str) -> None:
     model, plain = Model(function, *shapes), Model(function, *shapes)
     plain.load_state_dict(model.state_dict())
     _, private, optimizer, _ = make_private(model, max_grad_norm=1e6, loss_reduction="sum", lr=0.0)
-    row_loss(private(batch())).sum().backward()
+    sample_loss(private(batch())).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     found = []
@@ -166,7 +166,7 @@ def test_the_numbers_that_were_drawn(name: str) -> None:
         _seed()
         out = net(batch())
         drawn_next = torch.rand(3), np.random.random(), random.random()
-        row_loss(out).sum().backward()
+        sample_loss(out).sum().backward()
         found.append((out.detach(), *drawn_next))
     for x, y in zip(*found, strict=True):
         assert np.allclose(x, y)
@@ -181,16 +181,16 @@ def test_each_sample_is_clipped_alone(name: str) -> None:
     model, plain = Model(function, *shapes), Model(function, *shapes)
     plain.load_state_dict(model.state_dict())
     _, private, optimizer, _ = make_private(model, max_grad_norm=1.0, loss_reduction="sum", lr=0.0)
-    row_loss(private(batch())).sum().backward()
+    sample_loss(private(batch())).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     _seed()
-    losses, own = row_loss(plain(batch())), dict(plain.named_parameters())
+    losses, own = sample_loss(plain(batch())), dict(plain.named_parameters())
     each = [torch.autograd.grad(loss, list(own.values()), retain_graph=True) for loss in losses]
     grads = {n: torch.stack(rows) for n, rows in zip(own, zip(*each, strict=True), strict=True)}
     assert norms(grads).min() > 1.0
     _seed()
-    row_loss(private(batch())).sum().backward()
+    sample_loss(private(batch())).sum().backward()
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-10
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, 1.0), 1e-10)
 
@@ -218,7 +218,7 @@ def test_generators_that_nobody_knows(where: str) -> None:
     """
     _, private, _, _ = make_private(Model(HIDDEN[where], (6,)), max_grad_norm=1e6)
     with refused("random numbers" if "backward" in where else "(masked|straight).*random numbers"):
-        row_loss(private(batch())).mean().backward()
+        sample_loss(private(batch())).mean().backward()
 
 
 @pytest.mark.parametrize("kind", ["numbers", "booleans", "infinite", "one in many", "places"])
@@ -228,10 +228,10 @@ def test_one_that_draws_later(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     _, private, optimizer, _ = make_private(model, max_grad_norm=1e6)
     with monkeypatch.context() as patch:
         patch.setitem(_DRAWS, "hidden", lambda shape: torch.ones(shape, dtype=torch.float64))
-        row_loss(private(batch())).mean().backward()
+        sample_loss(private(batch())).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     with refused("straight.*random numbers"):
         for _ in range(8):  # one entry in many may be drawn alike
             optimizer.zero_grad()
-            row_loss(private(batch())).mean().backward()
+            sample_loss(private(batch())).mean().backward()

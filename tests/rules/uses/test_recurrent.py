@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle import DTYPES, Batch, backward, check_exact, make_private, row_loss
+from tests.oracle import DTYPES, Batch, backward, check_exact, make_private, sample_loss
 from tests.refusal import refused
 
 KINDS = {
@@ -36,7 +36,7 @@ def loss_over(batch_dim: int) -> Callable[[Any, Any], torch.Tensor]:
         sequence, final = output
         states = final if isinstance(final, tuple) else (final,)  # [layers, b, h] each
         rows = [sequence.transpose(0, batch_dim), *(s.transpose(0, 1) for s in states)]
-        return row_loss(torch.cat([r.flatten(1) for r in rows], dim=1))
+        return sample_loss(torch.cat([r.flatten(1) for r in rows], dim=1))
 
     return loss_fn
 

@@ -18,7 +18,7 @@ from tests.oracle import (
     norms,
     per_sample_gradients,
     relative_error,
-    row_loss,
+    sample_loss,
     summed,
 )
 from tests.rules.uses.test_packed import IDS, LENGTHS, Packing
@@ -107,7 +107,7 @@ def test_autocast(kind: str, make: type) -> None:
     def losses(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             out = module(x)
-        return row_loss(out.float())
+        return sample_loss(out.float())
 
     plain = losses(model, X)
     named = dict(model.named_parameters())

@@ -30,8 +30,8 @@ class CdistUse(UseRule):
         )  # torch hands on every option by its name
         return {"x": args[0], "w": args[1]} if known else None
 
-    def fits(self, operands: Operands, private: list[str], out: Tensor, place: Any) -> bool:
-        return private == ["w"] and operands["w"].dim() == 2 and place.axis < out.dim() - 1
+    def fits(self, operands: Operands, private: list[str], out: Tensor, batch_axis: Any) -> bool:
+        return private == ["w"] and operands["w"].dim() == 2 and batch_axis.axis < out.dim() - 1
 
     def saved(self, operands: Operands, private: list[str]) -> list[str]:
         return ["x"]
@@ -41,8 +41,8 @@ class CdistUse(UseRule):
             return
         x, w = use["x"], use["w"]
         y = torch.cdist(x, w)
-        share = use.rows(torch.where(y == 0, 0, use.g / y)).unsqueeze(1).flatten(1, -2)
-        x = use.rows(x).unsqueeze(1).flatten(1, -2)
+        share = use.samples(torch.where(y == 0, 0, use.g / y)).unsqueeze(1).flatten(1, -2)
+        x = use.samples(x).unsqueeze(1).flatten(1, -2)
         own = share.sum(1)[..., None] * w - share.mT @ x
         use.record("w", KeptRecord(own[:1] if self.fault == "one row" else own))
 
