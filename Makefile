@@ -12,7 +12,7 @@ PARTS := 1 2 3 4
 SEED := $(or $(SEED),$(shell date +%s))
 
 TORCH ?= 2.13.0
-.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with test-older test-opacus other conformance lint bench clients products clean
+.PHONY: venv build dist release-check sbom docs site-version demo test test-extras test-part test-all test-with test-older test-opacus other conformance lint bench clients products clean
 
 venv: $(STAMP)
 
@@ -32,6 +32,10 @@ build: $(STAMP)
 dist: $(STAMP)
 	$(BIN)/python -c "import setuptools.build_meta as b; [f('build/dist') for f in (b.build_sdist, b.build_wheel)]"
 
+# Whether this commit can be released: versions, changelog, tag, sdist and wheel, and a step in an environment of its own.
+release-check: $(STAMP)
+	$(BIN)/python -m bench.release_check
+
 # What an installed wheel consists of (CycloneDX), into build/dist: everything that `pip install` brings,
 # with versions, licences and hashes where they are known.
 sbom: dist
@@ -46,6 +50,12 @@ sbom: dist
 # The site, into build/site: build/site/index.html can be opened as it is; its search wants a server.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# The site of this version, as a commit on the local branch gh-pages; "latest" and the start page lead to it.
+site-version: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike --quiet deploy --update-aliases \
+		$$($(BIN)/python -c "from fastclip import __version__ as v; print(v.rpartition('.')[0])") latest
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mike set-default latest
 
 demo: $(STAMP)
 	$(BIN)/python -m bench.demo
