@@ -55,7 +55,7 @@ def renamed(module: str, name: str) -> Any:
     new = RENAMED.get((module, name))
     if new is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    say(f"{module}.{name} has another name: use {new}.", DeprecationWarning)
+    say(f"{module}.{name} is deprecated. Use {new}.", DeprecationWarning)
     return getattr(import_module(module), new)
 
 
@@ -70,7 +70,7 @@ def new_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
         if old in found:
             if new in found:
                 raise ArgumentTypeError(f"{old} is the old name of {new}. Omit {old}.")
-            say(f"{old} has another name: use {new}.", DeprecationWarning)
+            say(f"{old} is deprecated. Use {new}.", DeprecationWarning)
             found[new] = found.pop(old)
     return found
 
@@ -89,7 +89,7 @@ class Moved(Loader):
         """Warn, and let the new module answer."""
         old = module.__name__.removeprefix("fastclip.")
         new = import_module(f"fastclip.{MOVED[old]}")
-        say(f"fastclip.{old} has moved: import {new.__name__}.", DeprecationWarning)
+        say(f"fastclip.{old} has moved. Import {new.__name__}.", DeprecationWarning)
 
         def answer(name: str) -> Any:
             return getattr(new, NAMES.get(name, name))

@@ -71,7 +71,8 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         if not callable(getattr(optimizer, "signal_skip_step", None)):
             raise ArgumentTypeError(
                 f"optimizer expects the one that make_private returned, got {type(optimizer).__name__}. "
-                "Pass that one, not a wrapper around it."
+                "Pass that one, not a wrapper around it.",
+                doc="optimizers",
             )
         _check_splits(data_loader)
         super().__init__(
@@ -90,7 +91,7 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         holder = _OPEN.get(self.optimizer, lambda: None)()
         if holder is not None:
             raise StepError(
-                "a BatchMemoryManager of this optimizer is in use already, and two of them would mix up "
+                "A BatchMemoryManager of this optimizer is in use already, and two of them would mix up "
                 "which step is real. Leave its with block first."
             )
         _OPEN[self.optimizer] = weakref.ref(self)
@@ -149,12 +150,14 @@ def _check_splits(loader: DataLoader) -> None:
     if sampler is None:
         raise ArgumentError(
             f"data_loader expects a loader with a batch sampler, got {type(loader).__name__} without "
-            "one, whose batches cannot be split. Make its batches small enough, or give it a batch_size."
+            "one, whose batches cannot be split. Give the loader a batch_size.",
+            doc="sampling",
         )
     if isinstance(sampler, BatchSplittingSampler):
         raise ArgumentError(
             "data_loader is split into physical batches already, and splitting it again would end "
-            "logical batches early. Pass the loader that make_private returned."
+            "logical batches early. Pass the loader that make_private returned.",
+            doc="sampling",
         )
 
 
@@ -198,12 +201,14 @@ def _checked(scheduler: Any, optimizer: DPOptimizer) -> Any:
     if of is not optimizer and of is not optimizer.original_optimizer:
         raise ArgumentError(
             f"schedulers got a {kind.__name__} of another optimizer, whose steps this one does not "
-            "count. Make it with the optimizer that make_private returned."
+            "count. Make it with the optimizer that make_private returned.",
+            doc="optimizers",
         )
     if not hasattr(optimizer, "real_steps"):
         raise ArgumentTypeError(
-            f"schedulers needs an optimizer of fastclip, got {type(optimizer).__name__}, which does not "
-            "say which steps are real. Make it with FastPrivacyEngine."
+            f"schedulers expects schedulers of fastclip's optimizer, got one of "
+            f"{type(optimizer).__name__}. Make the optimizer with FastPrivacyEngine.",
+            doc="optimizers",
         )
     return scheduler
 

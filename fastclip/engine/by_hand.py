@@ -72,11 +72,12 @@ class ByHand:
     ) -> None:
         """`m` has been wrapped; `kind` is the class of Opacus' that computes gradients for now."""
         if not isinstance(m, nn.Module):
-            raise ArgumentTypeError(f"m expects a module, got {type(m).__name__}")
+            raise ArgumentTypeError(f"m expects a torch.nn.Module, got {type(m).__name__}.")
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
         if isinstance(m, AbstractGradSampleModule):
             raise UnsupportedLayerError(
-                f"{type(m).__name__} is a private model already; pass the model that it wraps"
+                f"m is a private model already ({type(m).__name__}). Pass the model that it wraps.",
+                doc="wrapped-model",
             )
         self._check_overrides()
         self.batch_first, self.loss_reduction = batch_first, loss_reduction
@@ -100,8 +101,8 @@ class ByHand:
         for own in type(self).__mro__:
             for name in _UNCALLED.intersection(vars(own) if not issubclass(ByHand, own) else ()):
                 raise UnsupportedLayerError(
-                    f"{own.__name__} overrides {name}, which this engine does not call. Write the rule "
-                    "of the layer that it is for with @fastclip.rules.register_rule."
+                    f"{own.__name__} overrides {name}, which this engine does not call. Register a rule "
+                    "for the layer with @fastclip.rules.register_rule."
                 )
 
     @property
@@ -124,8 +125,9 @@ class ByHand:
         model, several = self._module, distributed.is_initialized()
         if several and not together and distributed.get_world_size() > 1:
             raise GraphError(
-                "several processes train, and DPOptimizer would release each one's samples with noise "
-                "of its own; use DistributedDPOptimizer, around DPDDP(GradSampleModule(model))"
+                "Several processes train, and DPOptimizer would add separate noise in each of them. Use "
+                "DistributedDPOptimizer with DPDDP(GradSampleModule(model)).",
+                doc="several-processes",
             )
         joined = several and together
         ranks = Ranks(model, distributed.group.WORLD) if joined else ranks_of(model)
@@ -260,8 +262,9 @@ class GradSampleHooks(ByHand, FastGradSampleHooks):
 def pickled_by_opacus(kind: str) -> StepError:
     """The error of an object of Opacus' that is unpickled where its class is this engine's."""
     return StepError(
-        f"a {kind} was pickled by Opacus, and is unpickled where fastclip.opacus.install() has given "
-        "its name to this engine. Unpickle it before install(), and hand on its state_dict()."
+        f"A {kind} was pickled by Opacus and cannot be unpickled after fastclip.opacus.install(). "
+        "Unpickle it before install(), and pass on its state_dict().",
+        doc="wrapped-model",
     )
 
 
@@ -276,8 +279,9 @@ def module_of(optimizer: torch.optim.Optimizer) -> ByHand:
     found = [m for m in found if m.clips or m.earlier]
     if len(found) != 1 or not held <= {*found[0]._module.parameters()}:
         raise StepError(
-            "DPOptimizer expects the parameters of one GradSampleModule, and some of these are of none "
-            "or of another one; wrap the whole model in one GradSampleModule first"
+            "optimizer expects the parameters of one GradSampleModule, got some of none or of several. "
+            "Wrap the whole model in one GradSampleModule first.",
+            doc="optimizers",
         )
     return found[0]
 
@@ -363,7 +367,9 @@ class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
     ) -> None:  # fmt: skip
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
         if generator is not None and secure_mode:
-            raise ArgumentError("Passing seed is prohibited in secure mode: omit generator")
+            raise ArgumentError(
+                "Passing seed is prohibited in secure mode. Omit generator.", doc="secure-mode"
+            )
         if secure_mode:
             require_cipher()
         noise_multiplier = not_negative("noise_multiplier", noise_multiplier)

@@ -270,8 +270,9 @@ def check_decided(grad_state: GradientState) -> None:
     """
     if any(layout.by_values or layout.by_chance for layout in grad_state.calls.layouts.values()):
         raise GraphError(
-            "Python code of the model decides by values of the batch or by random numbers, which a "
-            "graph would do no more; let tensors decide (torch.where), or make the step without a graph"
+            "Python code of the model depends on values of the batch or on random numbers, and a graph "
+            "would not run it again. Use tensor operations such as torch.where.",
+            doc="compile-and-graphs",
         )
 
 
@@ -319,8 +320,9 @@ class _Rehearsed:
             grad_state.caught = None
         if len(self._caught) != 1:
             raise GraphError(
-                "the losses expect to be computed from what the private model returns, but no "
-                "gradient has reached it; return the losses of the model's output, one a row"
+                "No gradient of the losses reached the output of the private model. Return the losses "
+                "of that output, one per sample.",
+                doc="compile-and-graphs",
             )
         self.current, self.factor = self._caught[0]
         self.calls = len(self.current.forwards)
@@ -381,9 +383,9 @@ class Recording:
             raise
         except RuntimeError as error:
             raise GraphError(
-                f"this pass cannot be {recorder.what} ({str(error).splitlines()[0]}); let the model "
-                "and the loss neither wait for the device nor draw from generators of their own, or "
-                f"pass {recorder.without}"
+                f"The pass cannot be {recorder.what} ({str(error).splitlines()[0]}). Remove this "
+                f"operation from the model and the loss, or pass {recorder.without}.",
+                doc="compile-and-graphs",
             ) from error
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -406,8 +408,9 @@ class Recording:
         self._check_rests()
         if (generators(), self.frozen.reach.generators()) != by_python:
             raise GraphError(
-                "Python code of the model or of the loss draws random numbers, which a graph would draw "
-                f"no more; let torch draw them, or pass {self._without}"
+                "Python code of the model or the loss draws random numbers, which a graph would not "
+                f"draw again. Draw them with torch, or pass {self._without}.",
+                doc="compile-and-graphs",
             )
         self._prove()
         self._check_rests()
@@ -420,8 +423,9 @@ class Recording:
     def _check_rests(self) -> None:
         if self.frozen.changed():
             raise GraphError(
-                "the model changes its attributes, buffers or parts while it runs, which a replay "
-                f"would not do; keep what counts calls out of the model, or pass {self._without}"
+                "The model changes its attributes, buffers or submodules while it runs, which a replay "
+                f"would not do. Keep call counters out of the model, or pass {self._without}.",
+                doc="compile-and-graphs",
             )
 
     def _rehearse(self) -> _Rehearsed:
@@ -480,8 +484,9 @@ class Recording:
         same = kinds == self._kinds and len(found) == len(wanted)
         if not same or not all(map(_close, found, wanted, repeat(tolerance))):
             raise GraphError(
-                "a replay of this pass does not give what the pass gives on the same rows, so Python "
-                f"code of the model or of the loss decides what is computed; pass {self._without}"
+                "A replay of the pass gives other results than the pass on the same samples, because "
+                f"Python code decides what is computed. Pass {self._without}.",
+                doc="compile-and-graphs",
             )
 
     def prove_again(self) -> None:

@@ -112,9 +112,11 @@ def explain(setup: Setup) -> Explanation:
     """
     if any(ATTRIBUTE in module.__dict__ for module in setup.module.modules()):
         raise ArgumentError(
-            "explain expects the model before make_private; engine.plan() shows a private one's layers"
+            "module expects the model before make_private, got a private one. Call engine.plan() to see "
+            "its layers.",
+            doc="wrapped-model",
         )
-    check_whole(setup.module, "explain looks at copies of its modules; call it before fully_shard")
+    check_whole(setup.module, "Call explain before fully_shard.")
     owned = _optimized(setup)
     trained = {p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in owned}
     rows, refused = _dry_run(setup.module, set(trained.values()))
@@ -165,7 +167,7 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
     refused = []
     if not model.training:
         refused.append(
-            "the model is in eval mode, and make_private expects training mode: model.train()"
+            "The model is in eval mode, and make_private expects training mode. Call model.train()."
         )
     for path, module in model.named_modules():
         alone = copy.copy(module)
@@ -185,7 +187,7 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
         bare = copy.deepcopy(model, memo)
         check_copied(bare)
     except Exception as error:
-        return (), (f"the model cannot be copied, so its layers were not looked at: {error}",)
+        return (), (f"The model cannot be copied, so its layers were not checked. {error}",)
     names = {p: n for n, p in bare.named_parameters() if n in trained}
     for p in bare.parameters():
         p.requires_grad_(p in names)
@@ -229,8 +231,8 @@ def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
         yield untrained(missing)
     if not setup.secure_mode:
         yield (
-            "noise comes from a generator that can be seeded: fine for experiments; use "
-            "FastPrivacyEngine(secure_mode=True) for a model that leaves your hands"
+            "Noise comes from a generator that can be seeded, which is fine for experiments. Use "
+            "FastPrivacyEngine(secure_mode=True) for a model that you release."
         )
     if setup.data_loader is not None:
         yield from _paired_rows(setup, setup.data_loader)
@@ -247,9 +249,9 @@ def _paired_rows(setup: Setup, loader: DataLoader) -> Iterator[str]:
     broadcasts = setup.criterion is None or isinstance(setup.criterion, _BROADCAST)
     if broadcasts and target.dim() == 1 and target.is_floating_point():
         yield (
-            "the model's outputs are [b, 1] and the targets [b]: mse_loss, l1_loss and huber_loss, or a "
-            "difference, pair every row with every other's target, so that its gradient depends on the "
-            "others and the guarantee does not hold; take model(x).squeeze(1), or targets of [b, 1]"
+            "The model's outputs are [b, 1] and the targets [b], so mse_loss, l1_loss, huber_loss or a "
+            "difference compare each sample with every target, and the guarantee does not hold. Use "
+            "model(x).squeeze(1), or targets of [b, 1]."
         )
 
 
@@ -257,35 +259,36 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
     try:
         design = setup.design()
     except FastclipError:
-        return  # told among what is refused
-    n, unit, B = design.units, design.unit, design.expected_batch_size
+        return  # its error is listed already
+    n, B = design.units, design.expected_batch_size
+    unit = "sample" if design.unit == "row" else design.unit
     if setup.delta is not None and n and setup.delta > 1 / n:
         yield (
-            f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}: a mechanism that publishes "
-            f"a random patient's {unit} outright would satisfy it; choose delta well below 1 / N"
+            f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}, which allows a mechanism to "
+            f"publish one random {unit}. Choose delta well below 1 / N."
         )
     if not design.public and n:
         yield (
-            f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}: epsilon "
-            f"takes N for public, and protects what a {unit} holds, not whether it is there; pass "
-            "sample_rate= and expected_batch_size= that do not depend on the data to protect both"
+            f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}, so "
+            f"epsilon treats N as public and protects what a {unit} holds, not whether it is there. "
+            "Pass sample_rate= and expected_batch_size= that do not depend on the data to protect both."
         )
     if not setup.sampling.get("poisson_sampling", True):
         yield (
-            "poisson_sampling=False: every row is in every pass, so that sampling protects nobody: a "
-            "pass is accounted as one step of q = 1, and epsilon is far larger; omit it"
+            "poisson_sampling=False puts every sample in every pass, so sampling protects nobody. A "
+            "pass is accounted as one step of q = 1, and epsilon is far larger. Omit it."
         )
         size = loader.batch_size
         if size and n % size and not loader.drop_last:
             yield (
-                f"the last batch has {n % size} rows, but its sum is divided by the expected "
-                f"{B:g} like any other; drop_last=True leaves it out"
+                f"The last batch has {n % size} samples, but its sum is divided by the expected "
+                f"{B:g} like any other. Pass drop_last=True to leave it out."
             )
         return
     if loader.drop_last:
-        yield "drop_last=True has no meaning under Poisson sampling, whose batches vary in size"
-    if loader.batch_size and unit == "row" and loader.batch_size != B:
+        yield "drop_last=True has no effect under Poisson sampling, where batches vary in size."
+    if loader.batch_size and unit == "sample" and loader.batch_size != B:
         yield (
-            f"the expected batch size is {B:g}, not {loader.batch_size}: {n} rows drawn at "
-            f"q = {design.rate:.4g}"
+            f"The expected batch size is {B:g}, not {loader.batch_size}, because {n} samples are drawn "
+            f"at q = {design.rate:.4g}."
         )

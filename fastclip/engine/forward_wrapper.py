@@ -22,32 +22,29 @@ from fastclip.core.torch_names import current_task
 from fastclip.distributed.ranks import whole
 from fastclip.engine.interception import ATTRIBUTE, LayerHook
 from fastclip.engine.own_forward import check_given, eagerly, enter, follow, has_more, left
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, see
 from fastclip.rules.recurrent import sorted_by
 from fastclip.rules.routing import Routing
 from fastclip.samples.calls import FORWARD, Entered, Forward
 from fastclip.samples.inputs import tensors_of
 
-_NO_SAMPLES = "the batch has no rows, as Poisson draws have none at times: "
-_PLACEHOLDER = (
-    "pass rand_on_empty=True to make_private, which makes such a batch a placeholder row that "
-    "contributes nothing"
-)
-_TAKEN = "let the forward pass take 0 rows, x.flatten(1) where it was x.view(len(x), -1)"
+_NO_SAMPLES = "The batch has no samples, which Poisson sampling allows"
+_PLACEHOLDER = "Pass rand_on_empty=True to make_private"
+_TAKEN = "let forward accept 0 samples, with x.flatten(1) instead of x.view(len(x), -1)"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
-def _tell(error: BaseException | None, samples: int | None) -> None:
-    """Add the way out to what a forward pass over no samples has raised."""
+def _explain(error: BaseException | None, samples: int | None) -> None:
+    """Add the suggested fix to an error that a forward pass over no samples has raised."""
     plain = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError)
     if error is not None and plain and samples == 0 and len(error.args) == 1:
         library = _library(error)
-        ways = (
-            f"{_PLACEHOLDER}, for {library} takes no 0 rows"
+        fix = (
+            f", and {library} does not accept it. {_PLACEHOLDER}."
             if library
-            else f"{_TAKEN}, or {_PLACEHOLDER}"
+            else f". {_PLACEHOLDER}, or {_TAKEN}."
         )
-        error.args = (f"{error} ({_NO_SAMPLES}{ways})",)
+        error.args = (see(f"{str(error).rstrip('.')}. {_NO_SAMPLES}{fix}", "sampling"),)
 
 
 def _library(error: BaseException) -> str:
@@ -61,11 +58,11 @@ def _library(error: BaseException) -> str:
 
 
 @contextmanager
-def _way_out(samples: int | None) -> Iterator[None]:
+def _explained(samples: int | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever the model raises
-        _tell(error, samples)
+        _explain(error, samples)
         raise
 
 
@@ -122,9 +119,9 @@ class RootForwardWrapper:
             # without a pass nodes that were made while the model was paused may ask for their tensors
             if not (grad_state.running or grad_state.paused or fills_a_checkpoint()):
                 raise GraphError(
-                    "the whole private model is recomputed inside a backward pass of its own "
-                    "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
-                    "checkpoint parts of the model"
+                    "A reentrant checkpoint around the whole private model runs a second backward pass. "
+                    "Use checkpoint(model, ..., use_reentrant=False).",
+                    doc="second-backward",
                 )
             # a recomputation: what it adds belongs to the running pass, if there is one
             outermost, alone = False, not grad_state.running
@@ -138,7 +135,7 @@ class RootForwardWrapper:
             due = grad_state.calls.due(layout, called)
             with whole(grad_state.clipping.ranks, due):
                 if due:
-                    with _way_out(layout.batch_size(args, kwargs)):
+                    with _explained(layout.batch_size(args, kwargs)):
                         grad_state.calls.learn(layout, called)
             arm(grad_state)
             if layout.by_values:
@@ -229,7 +226,7 @@ class RootCall:
             self._called.ran()
             if self._grad_state is not None:
                 self._grad_state.bare.end()
-        _tell(error, self._forward.batch_size)
+        _explain(error, self._forward.batch_size)
         if self._called is not None:
             if error is not None and self._grad_state is not None:
                 self._grad_state.trace.end()

@@ -285,10 +285,10 @@ class TracedGraph(TorchDispatchMode):
         if any(isinstance(x, torch.Generator) for x in leaves):
             raise RuntimeError(f"{func.name()} draws from a generator of its own")
         if not all(isinstance(x, _OPERANDS) for x in leaves):
-            raise RuntimeError(f"{func.name()} is given what no graph holds")
+            raise RuntimeError(f"{func.name()} has an argument that no graph can hold")
         given = tree_map(self._given, (args, kwargs))
         if any(_memory_of(x) in self._lent for x in _written(func, args, kwargs)):
-            raise RuntimeError(f"{func.name()} writes to what the pass has not made")
+            raise RuntimeError(f"{func.name()} writes to a tensor from outside the pass")
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws:
             self.check_random_state()
@@ -350,7 +350,7 @@ class TracedGraph(TorchDispatchMode):
                     self._values[x] = value if graph is self else self._given(y)
                     return True
             if beside and own not in graph._lent:
-                raise RuntimeError("a part of a result is used that no operator has given")
+                raise RuntimeError("a part of a result is used that no operator returned")
         return False
 
     def _made(self, x: Any) -> Any:
@@ -394,7 +394,10 @@ class TracedGraph(TorchDispatchMode):
         with torch.no_grad():
             if self._run is None:
                 if not self._earlier:
-                    say("the step is being compiled, which takes from seconds to minutes, once")
+                    say(
+                        "The step is being compiled, which takes seconds to minutes and happens once.",
+                        doc="compile-and-graphs",
+                    )
                 self._run = self._compiler(self._module(), inputs)
             found = self._run(*inputs)
         self._handed.update(enumerate(found[self._own :], self._own))

@@ -48,10 +48,7 @@ ATTRIBUTE = "_fastclip"
 _APPLY = plain_apply(PrivateLayer)
 _ROWS = BatchAxis(0)
 _KEYS = count(1)
-HOW_TO_REGISTER = (
-    "write its rule with @fastclip.rules.register_rule (examples/custom_layer.py), freeze it, or "
-    "replace it"
-)
+HOW_TO_REGISTER = "Register a rule for the layer with @fastclip.rules.register_rule, or freeze it."
 
 
 class ForwardWrapper(Protocol):
@@ -66,9 +63,9 @@ class ForwardWrapper(Protocol):
 def not_pickled() -> StepError:
     """The error of whoever pickles a private model."""
     return StepError(
-        "a private model cannot be pickled: save fastclip.unwrap(model).state_dict(), or "
-        "engine.save_checkpoint(...) to go on from; to hand on the model itself, call "
-        "model.cleanup() first, and pickle fastclip.unwrap(model)"
+        "A private model cannot be pickled. Save fastclip.unwrap(model).state_dict(), or "
+        "engine.save_checkpoint(...) to resume the run.",
+        doc="wrapped-model",
     )
 
 
@@ -190,8 +187,9 @@ class LayerHook:
         found = {name: p for name, p in own.items() if p is not None and p.requires_grad}
         if len({*map(id, found.values())}) < len(found):
             raise UnsupportedLayerError(
-                f"{where(self.path, module)}: {' and '.join(found)} have been made one parameter since "
-                "make_private; call make_private after that"
+                f"{where(self.path, module)}: {' and '.join(found)} became one parameter after "
+                "make_private. Tie them before make_private.",
+                doc="changed-model",
             )
         held = [(name, p, p is not None and p.requires_grad) for name, p in own.items()]
         self._found = held, found
@@ -320,9 +318,9 @@ def _check_extra(handle: LayerHook, module: nn.Module, extra: Any) -> None:
     """Refuse a second input whose gradient would be lost: rules return that of one."""
     if any(isinstance(x, Tensor) and x.requires_grad for x in leaves_of(extra)):
         raise UnsupportedLayerError(
-            f"{where(handle.path, module)}: its rule returns one input's gradient, but another one "
-            "needs a gradient, too; let `prepare` make one tensor of both (torch.cat), or register no "
-            "rule: every use of its parameters is then followed"
+            f"{where(handle.path, module)}: the layer's rule returns the gradient of one input, but "
+            "another input needs a gradient too. Let `prepare` join both in one tensor (torch.cat).",
+            doc="layer-rule",
         )
 
 
@@ -336,8 +334,9 @@ def _check_parameters(
         replaced = [name for name, p in parameters.items() if p not in known]
         if replaced:
             raise UnsupportedLayerError(
-                f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
-                "make_private, so they would not be trained; call make_private again"
+                f"{where(handle.path, module)}: parameters {replaced} were replaced after make_private, "
+                "so they would not be trained. Call make_private again.",
+                doc="changed-model",
             )
         handle.checked = parameters, known
     own, kind = module._parameters, type(module)
@@ -348,15 +347,16 @@ def _check_parameters(
         trained = isinstance(value, Tensor) and value.requires_grad
         if trained and own.get(name) is not value:
             raise UnsupportedLayerError(
-                f"{where(handle.path, module)}: {name} is computed from other tensors, not a "
-                "parameter, so these would get no gradient; where it is so since make_private (pruned), "
-                f"call model.cleanup(), prune, and make_private again; else {HOW_TO_REGISTER}"
+                f"{where(handle.path, module)}: {name} is computed from other tensors, which would get "
+                "no gradient. Prune or reparametrize the layer before make_private, or register a rule "
+                "for it with @fastclip.rules.register_rule.",
+                doc="changed-model",
             )
 
 
 def _unsupported(handle: LayerHook, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
     return UnsupportedLayerError(
-        f"{where(handle.path, module)} is not supported: {error}; {HOW_TO_REGISTER}"
+        f"{where(handle.path, module)} is not supported: {str(error).rstrip('.')}. {HOW_TO_REGISTER}"
     )
 
 
@@ -431,9 +431,10 @@ class Method:
             "training_step"
         ):
             raise GraphError(
-                "self.all_gather in training_step hands rows of one rank to the loss of others, which "
-                "are clipped apart from them; log numbers with sync_dist=True, and let every row's loss "
-                "depend on that row alone"
+                "self.all_gather in training_step passes samples of one rank to the loss of others, "
+                "which are clipped separately. Log numbers with sync_dist=True, and compute each "
+                "sample's loss from that sample alone.",
+                doc="several-processes",
             )
 
 

@@ -72,7 +72,7 @@ class Mechanism:
     @property
     def neighbours(self) -> str:
         """The old name of `neighbors`."""
-        say("Mechanism.neighbours has another name: use neighbors.", DeprecationWarning)
+        say("Mechanism.neighbours is deprecated. Use Mechanism.neighbors.", DeprecationWarning)
         return self.neighbors
 
     def as_json(self) -> dict[str, Any]:

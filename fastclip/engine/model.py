@@ -129,7 +129,7 @@ _OPACUS: WeakSet[AbstractGradSampleHooks] = WeakSet()
 _BATCH = "fastclip_batch"
 """Its attribute: the logical batch of its newest optimizer, which a copy has, too."""
 
-_TWICE = "a sample would be released once by each of the two engines"
+_TWICE = "each of the two engines would release every sample once"
 
 
 def held_by(
@@ -175,14 +175,14 @@ def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: 
         again: what an earlier make_private returned, if this one goes on with the same model.
 
     Raises:
-        UnsupportedLayerError: naming the module or parameter, and the way out.
+        UnsupportedLayerError: naming the module or parameter, with a suggested fix.
     """
     if _conflict(model, parameters, again) is None:
         return
     gc.collect()  # models refer to themselves: one that was dropped may linger
     conflict = _conflict(model, parameters, again)
     if conflict is not None:
-        raise UnsupportedLayerError(conflict)
+        raise UnsupportedLayerError(conflict, doc="wrapped-model")
 
 
 def go_on_with(
@@ -214,14 +214,15 @@ def go_on_with(
         ledger.join(segments, protected)
     except ArgumentError as error:
         raise ArgumentError(
-            f"this engine cannot count the steps that are in the model's weights: {error}; to state "
-            "an epsilon of each, call cleanup() on what make_private returned first and pass a "
-            "copy.deepcopy of the model"
+            f"This engine cannot count the steps in the model's weights: {str(error).rstrip('.')}. To "
+            "state a separate epsilon, call cleanup() on what make_private returned and pass a "
+            "copy.deepcopy of the model.",
+            doc="privacy-budget",
         ) from error
     say(
-        "the model was made private before, by another FastPrivacyEngine whose steps are in its "
-        "weights: this engine counts them from now on beside its own; for a model that is to begin "
-        "anew, call make_private with one that was made anew"
+        "Another FastPrivacyEngine trained this model before, and this engine counts those steps in "
+        "addition to its own. To start anew, pass a newly initialized model.",
+        doc="privacy-budget",
     )
 
 
@@ -244,30 +245,30 @@ def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: A
         handle = module.__dict__.get(ATTRIBUTE)
         if handle is not None and handle.grad_state is not grad_state:
             return (
-                f"{where} is private already: {_TWICE}; to go on with it pass the model that "
-                "make_private returned, in the same mode, or call cleanup() on that first"
+                f"{where} is private already, and {_TWICE}. Call cleanup() on what make_private "
+                "returned first, or pass that in the same mode to resume."
             )
         for wrapper in _opacus_engines(module):
             if wrapper is not again and _alive(wrapper):
                 return (
-                    f"{where} is private already, by Opacus' {type(wrapper).__name__}: {_TWICE}; "
-                    "call cleanup() on what make_private returned first"
+                    f"{where} is private already by Opacus' {type(wrapper).__name__}, and {_TWICE}. "
+                    "Call cleanup() on what make_private returned first."
                 )
     for other in _grad_states():
         for p in other.names if other is not grad_state else ():
             if p in parameters:
                 return (
-                    f"parameter {parameters[p]!r} is also {other.names[p]!r} of another private "
-                    f"model: {_TWICE}; call cleanup() on what make_private returned for that model, "
-                    "or put both into one model"
+                    f"Parameter {parameters[p]!r} is also {other.names[p]!r} of another private "
+                    f"model, and {_TWICE}. Put both into one model, or call cleanup() on what "
+                    "make_private returned for the other."
                 )
     for wrapper in list(_OPACUS):
         for p in wrapper._module.parameters() if wrapper is not again else ():
             if p in parameters and OPACUS_MARK in p.__dict__:
                 return (
-                    f"parameter {parameters[p]!r} belongs to another private model, too "
-                    f"({type(wrapper).__name__}): {_TWICE}; call cleanup() on what make_private "
-                    "returned for that model, or put both into one model"
+                    f"Parameter {parameters[p]!r} belongs to another private model too "
+                    f"({type(wrapper).__name__}), and {_TWICE}. Put both into one model, or call "
+                    "cleanup() on what make_private returned for the other."
                 )
     return None
 
@@ -311,8 +312,9 @@ def install(model: nn.Module, grad_state: GradientState) -> None:
     for path, module in model.named_modules():
         if is_compiled(module) and is_one_graph(module):
             raise UnsupportedLayerError(
-                f"{path or 'the model'} is compiled with fullgraph=True, but private layers run "
-                "between compiled regions, which are parts of it; omit fullgraph"
+                f"{path or 'The model'} is compiled with fullgraph=True, but private layers run "
+                "between compiled regions. Omit fullgraph.",
+                doc="compile-and-graphs",
             )
     try:
         _Installer(uncompiled(bare(model)), grad_state).run()
@@ -564,7 +566,7 @@ def unwrap(model: nn.Module | AbstractGradSampleHooks) -> nn.Module:
     """
     if not isinstance(model, (nn.Module, AbstractGradSampleHooks)):
         raise ArgumentTypeError(
-            f"unwrap expects the model that make_private returned, got {type(model).__name__}"
+            f"model expects what make_private returned, got {type(model).__name__}."
         )
     inner: nn.Module = model
     while True:
@@ -592,8 +594,10 @@ def bare_state_dict(state: Mapping[str, Value], model: nn.Module) -> dict[str, V
         prefix = next((p for p in PREFIXES if found and all(k.startswith(p) for k in found)), None)
         if prefix is None:
             raise ArgumentError(
-                f"bare_state_dict expects a state of {type(unwrap(model)).__name__}, with keys such as "
-                f"{next(iter(own), None)!r}, got {next(iter(state), None)!r}"
+                f"state expects keys of {type(unwrap(model)).__name__} such as "
+                f"{next(iter(own), None)!r}, got {next(iter(state), None)!r}. Pass the state_dict of "
+                "the same model.",
+                doc="wrapped-model",
             )
         found = {key.removeprefix(prefix): value for key, value in found.items()}
     return found

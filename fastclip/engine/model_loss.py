@@ -137,14 +137,15 @@ class ModelLoss:
         if len(labels) % samples:
             raise GraphError(
                 f"{self._name} computes a cross entropy over {len(labels)} labels for {samples} "
-                "samples, "
-                "which model_loss='per_sample' cannot replace. Return one loss per sample, [b]."
+                "samples, which model_loss='per_sample' cannot replace. Return one loss per sample, "
+                "[b].",
+                doc="coupled-loss",
             )
         self.inline, self.replaced = self.inline or not self._within, True
         if labels.numel() > samples or asked["weight"] is not None:
             self._say(
-                f"model_loss='per_sample' replaces the loss of {self._name}: it is now the mean over "
-                "samples of each sample's mean over its own counted labels (docs/losses.md)."
+                f"model_loss='per_sample' replaces the loss of {self._name} by the mean over samples of "
+                "each sample's mean over its own counted labels."
             )
         self._without_padding(asked)
         if self.label_smoothing and mean is F.cross_entropy:
@@ -174,7 +175,7 @@ class ModelLoss:
     def _say(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
-            say(message)
+            say(message, doc="coupled-loss")
 
 
 class _Around:

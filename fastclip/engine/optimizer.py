@@ -154,9 +154,9 @@ class _Shared:
     def noise_source(self, value: NoiseSource) -> None:
         if self._source.secure and not (value.secure and value.guarded):
             raise ArgumentError(
-                "the noise of an optimizer in secure mode stays cryptographic and guarded, and "
-                "passing a seed is prohibited in secure mode; for reproducible noise call "
-                "make_private of an engine without secure_mode"
+                "Passing a seed is prohibited in secure mode, where the noise stays cryptographic and "
+                "guarded. For reproducible noise, use an engine without secure_mode.",
+                doc="secure-mode",
             )
         value.account = self.account
         self._source = value
@@ -181,7 +181,9 @@ class _Shared:
         if value == self._source.secure:
             return
         if value and self.generator is not None:
-            raise ArgumentError("Passing seed is prohibited in secure mode: omit the generator")
+            raise ArgumentError(
+                "Passing seed is prohibited in secure mode. Omit the generator.", doc="secure-mode"
+            )
         self.noise_source = SecureNoise() if value else SeededNoise()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -191,9 +193,10 @@ class _Shared:
         torch's own rules for optimizers it would, besides, change `step` of the whole class.)
         """
         raise StepError(
-            f"{type(self).__name__} cannot be copied or pickled: the copy would release the same sums "
-            "a second time, and be accounted for once; save optimizer.state_dict(), or "
-            "engine.save_checkpoint(...) with model and accountant, and load it where it is needed"
+            f"{type(self).__name__} cannot be copied or pickled, because a copy would release the same "
+            "sums again without accounting for it. Save optimizer.state_dict(), or call "
+            "engine.save_checkpoint(...).",
+            doc="optimizers",
         )
 
 
@@ -236,8 +239,9 @@ class FastDPOptimizer(DPOptimizer):
         self.grad_state, self.hooks = grad_state, StepHooks(grad_state.batch)
         if grad_state.clipping.strategy.threshold.count_noise_ratio and not expected_batch_size:
             raise ArgumentError(
-                "a strategy that counts expects expected_batch_size > 0, the public denominator of "
-                f"its fractions, got {expected_batch_size!r}"
+                "expected_batch_size expects a number > 0 with a strategy that counts, got "
+                f"{expected_batch_size!r}. Pass the public denominator of its fractions.",
+                doc="noisy-counts",
             )
         super().__init__(
             optimizer, noise_multiplier=noise_multiplier, max_grad_norm=None,  # type: ignore[arg-type]
@@ -338,17 +342,17 @@ class FastDPOptimizer(DPOptimizer):
     def grad_samples(self) -> list[Tensor]:
         """Never materialized here: see `p.summed_grad` and `per_sample_norms`."""
         raise AttributeError(
-            "the fast mode keeps no per-sample gradients; use p.summed_grad and "
-            "optimizer.per_sample_norms, or grad_sample_mode='hooks'"
+            "The fast mode keeps no per-sample gradients. Use p.summed_grad and "
+            "optimizer.per_sample_norms, or grad_sample_mode='hooks'."
         )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
         raise StepError(
-            "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
-            "would skip steps on overflow, which tells something about raw gradients; use "
-            "fastclip.GradScaler in its place, or bfloat16 without a scaler"
+            "torch.amp.GradScaler does not scale the clipping threshold, and skips steps on overflow, "
+            "which reveals something about raw gradients. Use fastclip.GradScaler instead.",
+            doc="mixed-precision",
         )
 
     # A step
@@ -392,8 +396,9 @@ class FastDPOptimizer(DPOptimizer):
         unknown = {*map(id, whole)} - known
         if unknown:
             raise StepError(
-                f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
-                "make_private, so their gradients are not clipped; call make_private again"
+                f"{len(unknown)} trainable parameters were added to the optimizer or unfrozen after "
+                "make_private, so their gradients are not clipped. Call make_private again.",
+                doc="optimizers",
             )
         if not self.batch.retired:
             _take_no_samples(self.grad_state, parameters)
@@ -533,17 +538,20 @@ class GradScaler:
     ) -> None:  # fmt: skip
         if dynamic.keys() & set(_DYNAMIC):
             raise ArgumentTypeError(
-                f"fastclip.GradScaler got {sorted(dynamic)}, but its scale does not follow overflows, "
-                "which would tell something about raw gradients; omit them and set init_scale"
+                f"fastclip.GradScaler got {sorted(dynamic)}, but a scale that follows overflows reveals "
+                "something about raw gradients. Set init_scale instead.",
+                doc="mixed-precision",
             )
         if dynamic:
             raise ArgumentTypeError(
-                f"fastclip.GradScaler expects device, init_scale and enabled, got {sorted(dynamic)}"
+                f"fastclip.GradScaler expects device, init_scale and enabled, got {sorted(dynamic)}."
             )
         if isinstance(device, (int, float)):  # torch.cuda.amp.GradScaler takes the scale first
-            raise ArgumentTypeError(f"device expects a name, got {device!r}; pass init_scale=")
+            raise ArgumentTypeError(
+                f"device expects a name, got {device!r}. Pass the scale as init_scale={device!r}."
+            )
         if not isinstance(enabled, bool):
-            raise ArgumentTypeError(f"enabled expects a bool, got {enabled!r}")
+            raise ArgumentTypeError(f"enabled expects True or False, got {enabled!r}.")
         self._enabled = enabled
         self._scale = power_of_two("init_scale", init_scale)
 
@@ -563,12 +571,15 @@ class GradScaler:
             return outputs
         if isinstance(outputs, Tensor):
             if is_scaled(outputs.grad_fn):
-                raise GraphError("this loss is scaled already: call scaler.scale once, on the sum")
+                raise GraphError(
+                    "The loss is scaled already. Call scaler.scale once, on the sum of the losses.",
+                    doc="mixed-precision",
+                )
             return ScaledLoss.apply(outputs, self._scale)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(output) for output in outputs)
         raise ArgumentTypeError(
-            f"scale expects a tensor or a list or tuple of tensors, got {type(outputs).__name__}"
+            f"outputs expects a tensor or a list or tuple of tensors, got {type(outputs).__name__}."
         )
 
     def unscale_(self, optimizer: FastDPOptimizer) -> None:
@@ -592,9 +603,10 @@ class GradScaler:
     def _check(self, optimizer: Any) -> None:
         if self._enabled and not isinstance(optimizer, FastDPOptimizer):
             raise ArgumentTypeError(
-                "fastclip.GradScaler expects the optimizer that FastPrivacyEngine.make_private "
-                f"returned in the fast mode, got {type(optimizer).__name__}: its gradients would "
-                "keep the scale; train it without a scaler, or in bfloat16"
+                "optimizer expects the one that make_private returned in the fast mode, got "
+                f"{type(optimizer).__name__}, whose gradients would keep the scale. Train it without "
+                "fastclip.GradScaler.",
+                doc="mixed-precision",
             )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -629,8 +641,9 @@ class GradScaler:
             return
         if set(state_dict) != {"scale"}:
             raise ArgumentError(
-                f"the state of a fastclip.GradScaler expects the key 'scale' alone, got "
-                f"{sorted(state_dict)}; torch's scale follows raw gradients: set init_scale instead"
+                f"state_dict expects the key 'scale' alone, got {sorted(state_dict)}, and the scale of "
+                "torch's scaler follows raw gradients. Set init_scale instead.",
+                doc="mixed-precision",
             )
         self._scale = power_of_two("scale", state_dict["scale"])
 
@@ -640,11 +653,8 @@ def power_of_two(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{name} expects a power of two, got {value!r}") from error
+        raise ArgumentTypeError(f"{name} expects a power of two, got {value!r}.") from error
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
     if not exact or not 2.0**-24 <= number <= 2.0**32:
-        raise ArgumentError(
-            f"{name} expects a power of two from 2^-24 to 2^32, so that scaling rounds nothing, got "
-            f"{value!r}"
-        )
+        raise ArgumentError(f"{name} expects a power of two from 2^-24 to 2^32, got {value!r}.")
     return number

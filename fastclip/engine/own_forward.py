@@ -69,8 +69,8 @@ class Own:
         if _runs(self.forward, self.grad_state.calls.known):
             raise UnsupportedLayerError(
                 f"{where(self.path)}: the function that was set as its forward holds the model itself, "
-                "so a copy would run this model. Set types.MethodType(function, module), whose copy "
-                "has the copied module"
+                "so a copy would run this model. Set types.MethodType(function, module) instead.",
+                doc="changed-model",
             )
         given = copy.deepcopy(self.forward, memo), self.path, copy.deepcopy(self.grad_state, memo)
         return Own(*given)
@@ -86,8 +86,9 @@ def replace(module: nn.Module, forward: MethodType, path: str, grad_state: Gradi
     if "forward" in held:
         if not MARKS.isdisjoint(held):
             raise UnsupportedLayerError(
-                f"{where(path, module)} has had its forward replaced by fastclip already; pass the "
-                "original model"
+                f"{where(path, module)}: fastclip has replaced its forward already. Pass the original "
+                "model.",
+                doc="wrapped-model",
             )
         held[OWN] = Own(held["forward"], path, grad_state)
     held["forward"] = forward
@@ -121,8 +122,9 @@ def check_copied(model: nn.Module) -> None:
         if others and (inside.isdisjoint(held) or not others.isdisjoint(bound)):
             raise UnsupportedLayerError(
                 f"{where(path, module)}: the function that was set as its forward runs the model that "
-                "this one is a copy of. Set forward on the copy itself, once it is made "
-                "(get_compatible_module makes one, too)"
+                "this one is a copy of. Set forward on the copy, after copy.deepcopy or "
+                "get_compatible_module.",
+                doc="changed-model",
             )
 
 
@@ -226,8 +228,9 @@ def check_given(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None
         "overrides __call__" if _overrides(module) else "changes its inputs in a forward pre-hook"
     )
     raise UnsupportedLayerError(
-        f"{where(path, module)} {what}, and what that does to samples is not seen here. Do it in "
-        "forward, or call the model that make_private returned (wrap_model=True)"
+        f"{where(path, module)} {what}, and fastclip cannot see what that does to samples. Do it in "
+        "forward, or call the model that make_private returned with wrap_model=True.",
+        doc="wrapped-model",
     )
 
 
@@ -345,8 +348,8 @@ def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
         forward.layout.lost([path])
         forward.layout.watch = None  # which the next call looks at again
         raise BatchSizeError(
-            f"{where(path)}: it returns other rows than in all calls before, so whose the rows inside "
-            "are was not followed; call the model on this batch again, which is known now"
+            f"{where(path)} returns other samples than in all calls before, so fastclip did not follow "
+            "the samples inside. Call the model on this batch again."
         )
     passed = routing.leave(
         [leaves[i] for i in numbers], [batch_axes[tensors.index(i)] for i in numbers]

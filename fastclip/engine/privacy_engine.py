@@ -96,7 +96,7 @@ class FastPrivacyEngine(PrivacyEngine):
         self.secure_mode = secure_mode
         if planner is not None and not isinstance(planner, Planner):
             raise ArgumentTypeError(
-                f"planner expects a fastclip.Planner or None, got {type(planner).__name__}"
+                f"planner expects a fastclip.Planner or None, got {type(planner).__name__}."
             )
         self._planner = planner or Planner()
         self._runs: list[PrivateRun] = []
@@ -290,7 +290,7 @@ class FastPrivacyEngine(PrivacyEngine):
 
     def row_epsilon(self, delta: float, rate: float | Tensor) -> float:
         """The old name of `sample_epsilon`."""
-        say("engine.row_epsilon has another name: use sample_epsilon.", DeprecationWarning)
+        say("engine.row_epsilon is deprecated. Use engine.sample_epsilon.", DeprecationWarning)
         return self.sample_epsilon(delta, rate)
 
     def mechanism(self, *, delta: float | None = None, epochs: float | None = None) -> Mechanism:
@@ -671,9 +671,8 @@ class FastPrivacyEngine(PrivacyEngine):
     def _last_run(self) -> PrivateRun:
         if not self._runs:
             raise StepError(
-                "this is told of models in the fast mode, and this engine has made none of these "
-                "private: call make_private first, and omit grad_sample_mode; get_epsilon counts the "
-                "steps of Opacus' own modes, too"
+                "This call needs a private model in the fast mode, and the engine has none. Call "
+                "make_private first, without grad_sample_mode."
             )
         return self._runs[-1]
 

@@ -132,7 +132,9 @@ def _noise_std(state: ClippingState) -> float | Tensor:
     """sigma_grad * S; a tensor where S lies on an accelerator, which must not be waited for."""
     sigma = state.noise_multiplier
     if not 0 <= sigma < float("inf"):
-        raise ArgumentError(f"noise_multiplier expects a finite number >= 0, got {sigma}")
+        raise ArgumentError(
+            f"noise_multiplier expects a finite number >= 0, got {sigma}.", doc="noise"
+        )
     noise, sensitivity = state.gradient_noise(), state.sensitivity()
     if not noise or sensitivity.device.type == "cpu":
         return noise * float(sensitivity) if noise else 0.0
@@ -181,15 +183,17 @@ class Gate:
         if grad_state is not None and grad_state.batch.state in _UNRELEASED:
             raise StepError(
                 f"step() of {type(optimizer).__name__} was called on a private model, whose gradients "
-                "it would not find; call step() of the optimizer that make_private returned, or "
-                "cleanup() on the model that it returned, to train without privacy"
+                "it would not find. Call step() of the optimizer that make_private returned, or "
+                "model.cleanup() to train without privacy.",
+                doc="optimizers",
             )
         if not any(OPACUS_MARK in p.__dict__ for p in parameters_of(optimizer)):
             return
         raise StepError(
-            f"step() of {type(optimizer).__name__} was called on a private model's gradients, which "
-            "nobody has clipped or added noise to; call step() of the optimizer that make_private "
-            "returned, or cleanup() on the model that it returned, to train without privacy"
+            f"step() of {type(optimizer).__name__} was called on a private model, whose gradients are "
+            "not clipped and have no noise. Call step() of the optimizer that make_private returned, or "
+            "model.cleanup() to train without privacy.",
+            doc="optimizers",
         )
 
     def shut(self, *_: Any) -> None:
@@ -248,8 +252,8 @@ def keep_only(optimizer: Optimizer, released: Iterable[nn.Parameter]) -> None:
 Hook = Callable[[DPOptimizer], None]
 
 _LEDGER = (
-    "a digest of the ledger (load the same checkpoint on every rank, and begin each pass over the "
-    "loader on all of them)"
+    "a digest of the ledger (load the same checkpoint and begin each pass over the loader on every "
+    "rank)"
 )
 
 

@@ -126,7 +126,10 @@ class PrivacyRequest:
         if not fast:
             _check_for_opacus(mode, drawn, clipping, given["rand_on_empty"])
         if given["noise_generator"] is not None and secure:
-            raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
+            raise ArgumentError(
+                "Passing seed is prohibited in secure mode. Omit noise_generator.",
+                doc="secure-mode",
+            )
         planned = noise_multiplier if isinstance(noise_multiplier, Afforded) else None
         sigma = not_negative("noise_multiplier", noise_multiplier)
         validation.check_optimizer(given["module"], given["optimizer"])
@@ -158,18 +161,21 @@ def _check_for_opacus(mode: str, sampling: Request, clipping: Any, rand_on_empty
     """Refuse what Opacus' own modes do not do."""
     if asked := sampling.beyond_opacus:
         raise ArgumentError(
-            f"grad_sample_mode={mode!r} draws rows as Opacus does, without {', '.join(asked)}; omit "
-            "grad_sample_mode, or these"
+            f"grad_sample_mode={mode!r} samples as Opacus does and does not support "
+            f"{', '.join(asked)}. Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
     if rand_on_empty and mode not in MATERIALIZED_MODES:
         raise ArgumentError(
-            f"rand_on_empty=True in grad_sample_mode={mode!r} would train on placeholder rows; omit "
-            "it, or use the fast mode, where they contribute nothing"
+            f"rand_on_empty=True with grad_sample_mode={mode!r} would train on placeholder samples. "
+            "Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
     if isinstance(clipping, Clipping):
         raise ArgumentError(
-            f"grad_sample_mode={mode!r} clips as Opacus does, which takes 'flat', 'per_layer' or "
-            "'adaptive'; strategies of fastclip.clipping run in the fast mode: omit grad_sample_mode"
+            f"clipping expects 'flat', 'per_layer' or 'adaptive' with grad_sample_mode={mode!r}, got a "
+            "strategy of fastclip.clipping. Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
 
 
@@ -286,8 +292,9 @@ def noise_for(
     """
     if len(ledger) > 0:
         say(
-            "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
-            "engine's accountant has recorded steps: the overall epsilon will be higher"
+            "make_private_with_epsilon plans as if nothing was spent, but this engine has recorded "
+            "steps, so the overall epsilon will be higher than target_epsilon. Lower target_epsilon.",
+            doc="privacy-budget",
         )
     schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
     records = planned_history(design, schedule, 1.0, epochs)
@@ -311,7 +318,8 @@ def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
     say(
         f"delta={delta:g} in {call} is at least 1/N (N = {size:.0f} {unit}s), which allows a run to "
         f"publish one whole {unit}. Choose a smaller delta, or silence this with "
-        'warnings.filterwarnings("ignore", "delta=").'
+        'warnings.filterwarnings("ignore", "delta=").',
+        doc="privacy-budget",
     )
     return True
 
@@ -326,8 +334,9 @@ def set_groups(grad_states: Sequence[GradientState], ids: Tensor, module: Any) -
         ]
     if len(grad_states) != 1:
         raise ArgumentError(
-            f"set_groups expects the private model that it speaks of: {len(grad_states)} models of this "
-            "engine come into question; pass module=, the model that make_private returned"
+            f"module expects the private model that the groups are for, and {len(grad_states)} models "
+            "of this engine match. Pass the model that make_private returned.",
+            doc="groups",
         )
     grad_states[0].clipping.set_groups(ids, 0 in grad_states[0].batch.in_hand())
 

@@ -52,8 +52,9 @@ def install(**defaults: Any) -> None:
     unknown = [n for n in defaults if n not in engine.KEYWORDS and "clipping" not in defaults]
     if unknown:
         raise ArgumentError(
-            f"install got {', '.join(unknown)}, which make_private does not take; name the strategy "
-            "that does with clipping=..."
+            f"install got {', '.join(unknown)}, which make_private does not take. Name the strategy "
+            "that takes it with clipping=....",
+            doc="unsupported-options",
         )
     if not _replaced:
         _check_unused()
@@ -109,14 +110,14 @@ def _check_unused() -> None:
         for derived in _derived(kind):
             raise StepError(
                 f"{derived.__module__}.{derived.__qualname__} was derived from Opacus' "
-                f"{kind.__name__} before install(), and would go on with Opacus; call "
-                "fastclip.opacus.install() before that module is imported"
+                f"{kind.__name__} before install(), and would still use Opacus. Call "
+                "fastclip.opacus.install() before that module is imported."
             )
     made = next((x for x in gc.get_objects() if type(x) in OURS), None)
     if made is not None:
         raise StepError(
-            f"an object of Opacus' {type(made).__name__} was made before install(), and would go on "
-            "with Opacus; call fastclip.opacus.install() first"
+            f"An object of Opacus' {type(made).__name__} was made before install(), and would still use "
+            "Opacus. Call fastclip.opacus.install() first."
         )
 
 

@@ -250,7 +250,7 @@ def test_a_state_that_was_loaded_is_shown(load: Any, begun: bool) -> None:
 def test_a_model_of_opacus_modes() -> None:
     """It is there, but not known well enough for these questions."""
     engine, net = FastPrivacyEngine(accountant="rdp"), nn.Linear(4, 2)
-    with refused("call make_private first", StepError):
+    with refused("Call make_private first", StepError):
         _ = engine.sampling
     engine.make_private(
         module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0,
@@ -258,5 +258,5 @@ def test_a_model_of_opacus_modes() -> None:
         grad_sample_mode="hooks",
     )  # fmt: skip
     for ask in (lambda: engine.sampling, engine.mechanism, engine.plan):
-        with refused("told of models in the fast mode.*omit grad_sample_mode", StepError):
+        with refused("a private model in the fast mode.*without grad_sample_mode", StepError):
             ask()

@@ -107,7 +107,8 @@ class _OpacusEngine(PrivacyEngine):
         if not poisson_sampling and length_of(data_loader) is None:
             raise ArgumentError(
                 "Opacus' modes need the length of the data loader, and its IterableDataset has none. "
-                "Give the data set a __len__, or omit grad_sample_mode"
+                "Give the data set a __len__, or omit grad_sample_mode.",
+                doc="sampling",
             )
         self.drawing = call_for_loader(
             self.making, data_loader, self.request.sampling, self.accountant, self.ranks,

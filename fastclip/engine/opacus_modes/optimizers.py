@@ -79,14 +79,14 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
         norms = self._wrapper._per_sample_gradient_norms
         if norms is None or norms is self._norms:
             raise StepError(
-                "step() expects gradients that were clipped since the last one: call backward() on the "
-                "loss of the criterion that make_private returned, once before every step()"
+                "No gradients were clipped since the last step(). Call backward() once before every "
+                "step(), on the loss of the criterion that make_private returned."
             )
         if self._clipped_at != self._wrapper.max_grad_norm:
             raise StepError(
-                f"the model clipped at {self._wrapper.max_grad_norm}, the noise is scaled for "
-                f"{self._clipped_at}: set max_grad_norm of the optimizer, not of the model, and call "
-                "zero_grad()"
+                f"The model clipped at {self._wrapper.max_grad_norm}, but the noise is scaled for "
+                f"{self._clipped_at}. Set max_grad_norm of the optimizer, not of the model, and call "
+                "zero_grad()."
             )
         self._norms = norms
 
@@ -102,8 +102,8 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
         for p in self.params:
             if p not in self.grad_state or p.grad is None:
                 raise StepError(
-                    f"a parameter of shape {tuple(p.shape)} was not trained by this private optimizer "
-                    "in the last backward pass; freeze it, or call make_private again"
+                    f"The last backward pass left no clipped gradient on a parameter of shape "
+                    f"{tuple(p.shape)}. Freeze it, or call make_private again."
                 )
         with self.batch.changing():
             self.accumulate()
@@ -218,8 +218,9 @@ class MaterializedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
         """Of the logical batch so far. NOT private."""
         if not self.expected_batch_size:
             raise ArgumentError(
-                "adaptive clipping expects expected_batch_size > 0, the public denominator of its "
-                f"fractions, got {self.expected_batch_size!r}"
+                "expected_batch_size expects a number > 0 with adaptive clipping, got "
+                f"{self.expected_batch_size!r}. Pass the public denominator of its fractions.",
+                doc="noisy-counts",
             )
 
     def _see(self, norms: Tensor) -> None:
@@ -298,7 +299,8 @@ def optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str) -> 
     """The class that takes the place of Opacus'; its errors for combinations that do not exist."""
     if distributed and clipping == "adaptive":
         raise ArgumentError(
-            "clipping='adaptive' of several ranks expects the fast mode, which adds their counts, got "
-            f"grad_sample_mode={grad_sample_mode!r}; omit grad_sample_mode, or clip 'flat'"
+            "clipping='adaptive' on several ranks needs the fast mode, got "
+            f"grad_sample_mode={grad_sample_mode!r}. Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
     return _OURS[get_optimizer_class(clipping, distributed, grad_sample_mode)]

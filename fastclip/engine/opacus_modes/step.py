@@ -106,9 +106,9 @@ def _check(
         return  # the model's parameters were replaced, and the number is another tensor's now
     raise StepError(
         f"step() of {type(optimizer).__name__} was called on parameter {name!r} of a private model, "
-        "whose gradient nobody has clipped or added noise to; call step() of the optimizer that "
-        "make_private returned, with all in it that is to be trained, or cleanup() on the model that "
-        "it returned, to train without privacy"
+        "whose gradient is not clipped and has no noise. Call step() of the optimizer that make_private "
+        "returned, or model.cleanup() to train without privacy.",
+        doc="optimizers",
     )
 
 
@@ -353,9 +353,9 @@ class OpacusStep(DPOptimizer):
         unknown = sum(p not in self._known for p in parameters)
         if unknown:
             raise StepError(
-                f"{unknown} of the optimizer's trainable parameters do not belong to its private "
-                "model, so their gradients would be another model's; give them an optimizer of "
-                "their own"
+                f"{unknown} of the optimizer's trainable parameters do not belong to its private model, "
+                "so make_private does not cover them. Give them a separate optimizer.",
+                doc="optimizers",
             )
 
     def _check_ready(self) -> None:
@@ -363,24 +363,22 @@ class OpacusStep(DPOptimizer):
         lacking = [p for p in self.params if getattr(p, "grad_sample", None) is None]
         if any(getattr(p, "grad_sample", None) is NOT_KEPT for p in self.params):
             raise StepError(
-                "Per sample gradient is not initialized: the model is clipped for another optimizer, of "
-                "the fast mode; call step() of that one"
+                "Per sample gradient is not initialized, because another optimizer in the fast mode "
+                "clips this model. Call step() of that one.",
+                doc="optimizers",
             )
         if any(getattr(p, OPACUS_MARK, 0) for p in lacking):
             raise StepError(
-                "Per sample gradient is not initialized: a forward pass has had no backward pass that "
-                "came to its end (one failed, rows were evaluated outside torch.no_grad(), or the loss "
-                "leaves out a layer that was called); call optimizer.discard_logical_batch(), and go on "
-                "with the next batch"
+                "Per sample gradient is not initialized, because no complete backward pass followed a "
+                "forward pass. Call optimizer.discard_logical_batch(), continue with the next batch, "
+                "and evaluate under torch.no_grad()."
             )
         if 0 < len(lacking) < len(self.params):
             names = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
             raise StepError(
-                "Per sample gradient is not initialized: the last backward pass has not reached "
-                f"{len(lacking)} of the trained parameters ({names.get(lacking[0], 'no name')}, ...), "
-                "and Opacus' modes ask for one of each; freeze what a batch does not pass through "
-                "(requires_grad_(False)), or use the fast mode (omit grad_sample_mode), which takes its "
-                "gradient for zero"
+                "Per sample gradient is not initialized, because the last backward pass did not reach "
+                f"{len(lacking)} of the trained parameters ({names.get(lacking[0], 'no name')}, ...). "
+                "Freeze them, or omit grad_sample_mode to use the fast mode."
             )
         for p in lacking:
             self._get_flat_grad_sample(p)
@@ -407,7 +405,8 @@ class OpacusStep(DPOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
         raise StepError(
-            "torch.amp.GradScaler scaled the loss, but not the threshold at which Opacus' modes clip, "
-            "and would skip steps on overflow, which tells something about raw gradients; use bfloat16 "
-            "without a scaler, or the fast mode (omit grad_sample_mode) with fastclip.GradScaler"
+            "torch.amp.GradScaler does not scale the clipping threshold, and skips steps on overflow, "
+            "which reveals something about raw gradients. Use bfloat16 without a scaler, or the fast "
+            "mode with fastclip.GradScaler.",
+            doc="mixed-precision",
         )
