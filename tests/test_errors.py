@@ -88,7 +88,7 @@ def test_keywords_of_a_budget(changes: dict, message: str) -> None:
 
 def test_optimizer_of_another_model() -> None:
     other = nn.Linear(4, 3)
-    with pytest.raises(FastclipError, match="2 of the optimizer's parameters do not belong"):
+    with pytest.raises(FastclipError, match="of which 2 do not belong to the module"):
         call(optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
 
 
@@ -120,7 +120,7 @@ class Turned(nn.Module):
         (nn.LazyBatchNorm1d(), r"1 \(LazyBatchNorm1d\): parameters"),
         (
             Turned(),
-            r"1 \(Turned\): parameters \{'angle': torch.complex64\} are not real floating-point numbers",
+            r"1 \(Turned\): parameters \{'angle': torch.complex64\} are not real",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_a_parameter_group_added_later() -> None:
     _, private, optimizer, _ = make_private(model, optimizer_params=list(model[0].parameters()))
     sample_loss(private(torch.randn(3, 4))).mean().backward()
     optimizer.original_optimizer.add_param_group({"params": list(model[1].parameters())})
-    with pytest.raises(StepError, match="2 of the optimizer's trainable parameters"):
+    with pytest.raises(StepError, match=r"^2 trainable parameters .*errors.html#optimizers"):
         optimizer.step()
 
 

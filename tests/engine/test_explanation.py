@@ -135,13 +135,13 @@ TRAPS = {
     "seed": ({}, r"generator that can be seeded.*secure_mode=True"),
     "delta": ({"delta": 0.1}, r"delta = 0.1 is larger than 1 / N = 0.016"),
     "number of rows": (FOLLOWING, "q = 0.125 and B = 8 follow from the number of samples, N = 64"),
-    "order": ({"poisson_sampling": False, **FOLLOWING}, "poisson_sampling=False puts every sample in every"),
+    "order": ({"poisson_sampling": False, **FOLLOWING}, "=False puts every sample in every pass"),
     "last batch": (
         {"poisson_sampling": False, "data_loader": loader(60), **FOLLOWING},
         "The last batch has 4 samples.*expected 7",
     ),
     "batch size": (
-        {"data_loader": loader(61), **FOLLOWING}, "expected batch size is 7, not 8, because 61 samples are drawn",
+        {"data_loader": loader(61), **FOLLOWING}, "size is 7, not 8, because 61 samples are drawn",
     ),
     "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no effect"),
     "optimizer": (
@@ -215,6 +215,6 @@ def test_an_optimizer_of_another_model_is_told_before_training() -> None:
     told = engine().explain(module=model, optimizer=sgd(other), data_loader=loader())
     (sentence,) = told.refused
     assert sentence.startswith(
-        "Module parameters are different than optimizer Parameters: 2 of the"
+        "Module parameters are different than optimizer Parameters, of which 2"
     )
     assert told.trained == 0

@@ -110,7 +110,7 @@ def test_a_saved_state_loads_into_the_bare_model(make: Any, compiled: bool, ddp:
 
 
 def test_a_state_of_another_model() -> None:
-    sentence = "expects a state of Sequential, with keys such as '0.weight', got '_module.weight'"
+    sentence = "expects keys of Sequential such as '0.weight', got '_module.weight'"
     with pytest.raises(ValueError, match=sentence):
         bare_state_dict(private(nn.Linear(D, 3))[0].state_dict(), mlp())
 
@@ -142,7 +142,7 @@ def test_a_private_model_is_not_pickled(trained: bool) -> None:
             RuntimeError, match=r"^A private model cannot be pickled\. Save fastclip\.unwrap"
         ):
             pickle.dumps(of)
-        with pytest.raises(RuntimeError, match="errors.html#wrapped-model"):
+        with pytest.raises(RuntimeError, match=r"errors.html#wrapped-model"):
             torch.save(of, io.BytesIO())
     wrapped.cleanup()
     again = pickle.loads(pickle.dumps(unwrap(wrapped)))
