@@ -117,7 +117,7 @@ def test_a_streams_batch_is_not_run_in_parts() -> None:
     """It is said before any of it has contributed."""
     *_, optimizer, loader, step = start(losses, Stream(), poisson_sampling=False)
     x, y = next(iter(loader))
-    with pytest.raises(BatchSizeError, match="holds 24 rows and physical_batch is 8"):
+    with pytest.raises(BatchSizeError, match="holds 24 samples with physical_batch=8"):
         step(x, y)
     assert optimizer.grad_state.batch.fresh
 
