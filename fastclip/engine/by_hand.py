@@ -28,7 +28,7 @@ from fastclip.engine.interception import not_pickled
 from fastclip.engine.model import (
     FastGradSampleHooks,
     FastGradSampleModule,
-    attach_keeper,
+    attach_state,
     held_by,
     is_claimed,
     uninstall,
@@ -139,7 +139,7 @@ class ByHand:
         grad_state.clipping.ranks = ranks
         grad_state.batch.accumulation_allowed = self._allowed
         self.remove_hooks()
-        attach_keeper(self, model, grad_state, self.batch_first, self.loss_reduction)
+        attach_state(self, model, grad_state, self.batch_first, self.loss_reduction)
         return grad_state
 
     def remove_hooks(self) -> None:

@@ -1,4 +1,4 @@
-"""What make_private refuses, and models whose layers can be replaced by private ones."""
+"""Checks of make_private's arguments, and replacement of layers that cannot be private."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerEr
 
 
 def check_training(model: nn.Module) -> None:
-    """Refuse a model in eval mode.
+    """Raise an error for a model in eval mode.
 
     Raises:
         UnsupportedLayerError: Opacus' UnsupportedModuleError.
@@ -38,7 +38,7 @@ def check_training(model: nn.Module) -> None:
 
 
 def check_model_loss(model_loss: str, loss_reduction: str, fast: bool) -> None:
-    """Refuse a loss that cannot be replaced.
+    """Raise an error for a loss that cannot be replaced.
 
     Raises:
         ArgumentError: naming the other keyword.
@@ -59,10 +59,10 @@ def check_model_loss(model_loss: str, loss_reduction: str, fast: bool) -> None:
 
 
 def check_module(model: nn.Module) -> None:
-    """Refuse modules whose samples depend on each other, or whose gradients have no exact rule.
+    """Raise an error for modules that couple samples, or whose gradients have no exact rule.
 
     Raises:
-        UnsupportedLayerError: naming the module's path and the way out.
+        UnsupportedLayerError: naming the module's path, with a suggested fix.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     check_hooks(names, names)
@@ -128,7 +128,7 @@ def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer of another model."""
+    """Raise an error for an optimizer of another model."""
     let_go(model)
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
@@ -142,11 +142,10 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def check_inner_step(optimizer: Any) -> None:
-    """Refuse what is no optimizer, one that trains nothing, and one whose step takes other gradients
-    than one that is noisy.
+    """Raise an error if it is no optimizer, trains nothing, or needs more than one noisy gradient.
 
     Raises:
-        ArgumentError, ArgumentTypeError: naming what it asks for, and the way out.
+        ArgumentError, ArgumentTypeError: naming the problem, with a suggested fix.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         several = isinstance(optimizer, (list, tuple))
@@ -204,7 +203,7 @@ def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Types of make_private's keywords (max_grad_norm is the strategy's to check)."""
+    """Check the types of make_private's keywords (the strategy checks max_grad_norm)."""
     module, noise_generator = given["module"], given["noise_generator"]
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module expects a torch.nn.Module, got {type(module).__name__}.")
@@ -220,7 +219,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_loader(data_loader: Any) -> None:
-    """Raises: ArgumentTypeError: it is none."""
+    """Raise an ArgumentTypeError if it is not a DataLoader."""
     if not isinstance(data_loader, DataLoader):
         raise ArgumentTypeError(
             f"data_loader expects a torch.utils.data.DataLoader, got {type(data_loader).__name__}."
@@ -228,14 +227,14 @@ def check_loader(data_loader: Any) -> None:
 
 
 def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
-    """Ranges of make_private_with_epsilon's own keywords."""
+    """Check the ranges of make_private_with_epsilon's own keywords."""
     positive("target_epsilon", target_epsilon)
     between("target_delta", target_delta, 0, 1)
     positive("epochs", epochs)
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Refuse a string that is not one of `allowed`."""
+    """Raise an error for a string that is not one of `allowed`."""
     if value not in tuple(allowed):
         raise ArgumentError(
             f"{name} expects one of {', '.join(map(repr, allowed))}, got {value!r}."
@@ -243,7 +242,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def check_schedule(schedule: NoiseSchedule, mechanism: str) -> None:
-    """Refuse a noise schedule that the accountant cannot compose."""
+    """Raise an error for a noise schedule that the accountant cannot compose."""
     if mechanism == "gdp" and not isinstance(schedule, ConstantNoise):
         raise ArgumentError(
             f"accountant='gdp' composes constant noise only, got {type(schedule).__name__}. Use "
@@ -253,15 +252,14 @@ def check_schedule(schedule: NoiseSchedule, mechanism: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# A copy of a model in which layers that have no private form are replaced by ones that have.
+# A copy of a model in which layers without a private form are replaced by layers with one.
 #
-# Opacus clones by pickling, which needs classes that can be imported by name: a class of a
-# notebook's cell or of a function's body cannot. Here the model is deep-copied; what replaces what
-# is Opacus'.
+# Opacus clones by pickling, which needs importable classes. Classes defined in a notebook or a
+# function are not importable. Here the model is deep-copied. The replacements are those of Opacus.
 
 
 _TRAIN_AS_THEY_ARE = (nn.RNNBase, nn.MultiheadAttention)
-"""Opacus would replace them by layers of its own."""
+"""Opacus would replace these by its own layers."""
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
@@ -270,15 +268,15 @@ _HOOKS = (
 
 
 def compatible(model: nn.Module) -> nn.Module:
-    """A copy whose BatchNorm is replaced, as is whatever else does not train as it is.
+    """A copy in which BatchNorm and other unsupported layers are replaced.
 
-    The model is left as it was. Tied parameters stay tied, a module that serves at several places
-    gets one replacement, and hooks of modules, devices, types and flags are those of the original.
+    The model is unchanged. Tied parameters stay tied, and a module that is used in several places gets
+    one replacement. Hooks of modules, devices, dtypes and flags are those of the original.
 
     Raises:
-        UnsupportedLayerError: for a BatchNorm of a class of its own, a tie that a replacement
-            cannot keep, or a forward that was set on the object and would run the original.
-        ArgumentError: for a model that fully_shard has spread.
+        UnsupportedLayerError: a custom BatchNorm class, a tie that a replacement cannot keep, or a
+            forward that was set on the object and would run the original.
+        ArgumentError: fully_shard has sharded the model.
     """
     check_whole(model, "Call get_compatible_module before fully_shard.")
     twin = clone(model)
@@ -305,7 +303,7 @@ def compatible(model: nn.Module) -> nn.Module:
 
 
 def clone(model: nn.Module) -> nn.Module:
-    """A deep copy without gradients; what a hook computes anew before every forward is copied too.
+    """A deep copy without gradients. Tensors that hooks compute before every forward are copied too.
 
     Raises:
         UnsupportedLayerError: a forward that was set on the object would run the original.
@@ -342,7 +340,7 @@ def _replacement(module: nn.Module, fixer: Any) -> nn.Module:
 
 
 def _keep_ties(new: dict[nn.Module, nn.Module], paths: dict[nn.Module, str]) -> None:
-    """A parameter of a replaced module that another module holds too is held by the new one."""
+    """Give a replacement the parameters that its original shares with other modules."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in paths:
         for name, parameter in module._parameters.items():
@@ -355,7 +353,7 @@ def _keep_ties(new: dict[nn.Module, nn.Module], paths: dict[nn.Module, str]) -> 
             if module not in new:
                 continue
             held = new[module]._parameters.get(name)
-            inside = any(new[module].children())  # which hold it under names of their own
+            inside = any(new[module].children())  # they hold it under other names
             if held is None or held.shape != parameter.shape or inside:
                 raise UnsupportedLayerError(
                     f"{where(paths[module], module)}: its {name} is tied to other modules, but "
@@ -368,9 +366,8 @@ def _keep_ties(new: dict[nn.Module, nn.Module], paths: dict[nn.Module, str]) -> 
 # -------------------------------------------------------------------------------------------------
 # PEFT's LoHa in torch's own functions.
 #
-# LoHa computes a weight from its factors in an autograd function, which hides from the engine whose
-# gradient comes to which factor. PEFT's method runs as it is, but for that function: the same
-# product, written out.
+# LoHa computes a weight from its factors in an autograd function, which hides the per-sample
+# gradients of the factors. PEFT's method runs unchanged, except that the product is written out.
 
 
 _METHOD = "get_delta_weight"
@@ -383,7 +380,7 @@ def _product(w1a: Tensor, w1b: Tensor, w2a: Tensor, w2b: Tensor, scale: Tensor) 
 def _convolution(
     t1: Tensor, w1a: Tensor, w1b: Tensor, t2: Tensor, w2a: Tensor, w2b: Tensor, scale: Tensor
 ) -> Tensor:
-    """i, j rank, k, l kernel, r input, p output channels."""
+    """Index letters: i, j rank, k, l kernel, r input channels, p output channels."""
     equation = "ijkl,jr,ip->prkl"
     first, second = torch.einsum(equation, t1, w1b, w1a), torch.einsum(equation, t2, w2b, w2a)
     return first * second * scale
@@ -393,7 +390,7 @@ _WRITTEN_OUT = {"make_weight": _product, "make_weight_cp": _convolution}
 
 
 def write_out(module: nn.Module) -> None:
-    """Let a layer of LoHa compute its weight where the engine sees it."""
+    """Let a LoHa layer compute its weight in torch's own functions."""
     own = getattr(type(module), _METHOD, None)
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if "LoHaLayer" in kinds and _METHOD not in vars(module) and isinstance(own, FunctionType):
@@ -401,14 +398,14 @@ def write_out(module: nn.Module) -> None:
 
 
 def give_back(module: nn.Module) -> None:
-    """It computes it as before."""
+    """Undo `write_out`."""
     found = getattr(vars(module).get(_METHOD), "__func__", None)
     if getattr(found, "__globals__", {}).get("make_weight") is _product:
         del module.__dict__[_METHOD]
 
 
 def _with(own: FunctionType) -> Callable[..., Tensor]:
-    """The function, in which these names mean the products above."""
+    """The function with these names replaced by the products above."""
     known = {**own.__globals__, **_WRITTEN_OUT}
     made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__
