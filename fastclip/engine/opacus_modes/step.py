@@ -35,10 +35,10 @@ from fastclip.engine.optimizer import private
 from fastclip.engine.release import (
     Gate,
     StepHooks,
+    digest_of_names,
     gate_of,
     is_open,
     keep_only,
-    names_told,
     parameters_of,
 )
 from fastclip.errors import StepError
@@ -345,7 +345,7 @@ class OpacusStep(DPOptimizer):
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=math.hypot(*clipped) if isinstance(clipped, list) else clipped,
             **{"a digest of all thresholds": number_of(clipped)},
-            **names_told(n for n, p in self._model.named_parameters() if p in trained),
+            **digest_of_names(n for n, p in self._model.named_parameters() if p in trained),
         )
 
     def _check_known(self, parameters: list[nn.Parameter]) -> None:
