@@ -1,4 +1,4 @@
-"""A training step's pass as one call, compiled or replayed as CUDA graphs: `engine.make_step`."""
+"""`engine.make_step`: the pass of a training step as one call, compiled or replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError
 from fastclip.samples.inputs import flatten, rebuild
 
 _MOST_KINDS = 8
-"""Kinds of batches that are captured; each holds memory of its own."""
+"""Kinds of batches that are captured. Each capture holds its own memory."""
 _MOST_CAPTURES, _MOST_COMPILED = 32, 8
 _MOST_SEEN = 64
-"""Kinds that are remembered until they come again: names of samples are a kind of their own each
-time."""
+"""Kinds that are remembered until they come again. Names of samples make a new kind each time."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -37,7 +36,7 @@ def make_step(
     grad_states: Iterable[GradientState], model: nn.Module, loss_function: Callable[..., Tensor], *,
     physical_batch: int | None, cuda_graph: bool, compile: bool,
 ) -> Step:  # fmt: skip
-    """`FastPrivacyEngine.make_step`, of one of the models that have these gradient states."""
+    """`FastPrivacyEngine.make_step` for one of the models with these gradient states."""
     for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
         if not isinstance(value, bool):
             raise ArgumentError(f"{name} expects True or False, got {value!r}.")
@@ -77,7 +76,7 @@ def make_step(
 
 
 def _usual_samples(grad_state: GradientState) -> int:
-    """Samples that nearly every draw has no more of; public, as the expected batch is."""
+    """A number of samples that few sampled batches exceed; public, as the expected batch size is."""
     expected = grad_state.clipping.expected_batch_size
     if not expected:
         raise ArgumentError(
@@ -93,12 +92,12 @@ class Step:
     """Forward pass, loss, backward pass, norms and clipped sums of one batch; see `engine.make_step`.
 
     Args:
-        model: what `loss_function` is called with.
+        model: first argument of `loss_function`.
         grad_state: of the private model.
         loss_function: (model, *batch) -> losses [n].
-        physical_batch: samples that are run at once.
-        cuda_graph: replay CUDA graphs where the model is on a GPU.
-        compiles: compile a pass whole, with what it needs for the norms and sums.
+        physical_batch: number of samples that run at once.
+        cuda_graph: replay CUDA graphs if the model is on a GPU.
+        compiles: compile a pass whole, with norms and clipped sums.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Step:
         self._graphs, self._compiles, self._captures = cuda_graph, compiles, 0
         self._seen: set[Any] = set()
         self._new: Any = None
-        """The kind of the batch in hand, where it has not been seen."""
+        """The kind of the current batch, if it is new."""
         self._recordings: dict[Any, Recording] = {}
 
     def __reduce__(self) -> Any:
@@ -122,23 +121,23 @@ class Step:
 
     @property
     def captured(self) -> int:
-        """Kinds of batches that are replayed."""
+        """Number of kinds of batches that are replayed."""
         return len(self._recordings)
 
     def forget(self) -> None:
-        """Capture again: for Python values of the loss function that have changed."""
+        """Drops all captures; call it if Python values of the loss function have changed."""
         self._recordings.clear()
         self._seen.clear()
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Train on a batch: afterwards its samples are clipped and summed, for `optimizer.step()`.
+        """Clips and sums the samples of a batch, for `optimizer.step()`.
 
         Returns:
             The mean (or sum, as loss_reduction says) of its losses, without a graph, NOT private; 0 for
             an empty batch.
 
         Raises:
-            fastclip.errors.*: the batch, the losses or the state of the model do not allow it.
+            fastclip.errors.*: the batch, the losses or the state of the model do not allow a pass.
         """
         grad_state = self._grad_state
         if grad_state.paused:
@@ -171,7 +170,7 @@ class Step:
                 part = [x[first:last] if _is_tensor(x) else x for x in leaves]
                 totals.append(self._train(part, structure, last - first, recorder).sum())
                 norms.append(grad_state.per_sample_norms)
-        except BaseException:  # of a batch that is tried again no sample may count twice
+        except BaseException:  # if the batch is tried again, no sample may count twice
             if totals or before != (grad_state.batch.state, grad_state.batch.pending):
                 grad_state.batch.break_off()
             raise
@@ -181,7 +180,7 @@ class Step:
         return total / max(samples, 1) if grad_state.mean_loss else total
 
     def _parts(self, leaves: list[Any]) -> tuple[int, list[tuple[int, int]]]:
-        """Samples of the batch, and of its physical batches the first and the one after the last."""
+        """Number of samples, and [first, last) of each physical batch."""
         shapes = [tuple(x.shape) for x in leaves if _is_tensor(x)]
         if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise BatchSizeError(
@@ -235,7 +234,7 @@ class Step:
     def _train(
         self, leaves: list[Any], structure: Any, samples: int, recorder: _Recorders | None
     ) -> Tensor:
-        """One physical batch contributes; the losses of its samples."""
+        """Let one physical batch contribute; returns its per-sample losses."""
         if recorder is None or not samples:
             return self._run(leaves, structure)
         try:
@@ -256,14 +255,14 @@ class Step:
             return recording.contribute(samples)
         new, self._new = self._new, None
         losses = self._run(leaves, structure)
-        if new is not None:  # which has run to its end
-            if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
+        if new is not None:  # the batch has run to its end
+            if len(self._seen) >= _MOST_SEEN:  # every batch has other values
                 self._seen.clear()
             self._seen.add(new)
         return losses
 
     def _run(self, leaves: list[Any], structure: Any) -> Tensor:
-        """Forward pass, loss and backward pass, as a training loop would run them."""
+        """Run forward pass, loss and backward pass, as a training loop would."""
         batch, _ = rebuild(list(leaves), structure)
         losses = self._losses_of(self._model, *batch)
         samples = next(len(x) for x in leaves if _is_tensor(x))
@@ -309,7 +308,7 @@ class Step:
     def _recording(
         self, leaves: list[Any], structure: Any, recorder: _Recorders
     ) -> Recording | None:
-        """What is to be replayed; None: this batch runs as it is."""
+        """The recording to replay; None if this batch runs without one."""
         grad_state = self._grad_state
         grad_state.drop_stale()
         grad_state.check_unchanged()
@@ -322,10 +321,10 @@ class Step:
             if not known.changed():
                 return known
             self.forget()
-        if kind not in self._seen:  # it may be looked at, and shows what it needs
+        if kind not in self._seen:  # the first batch of a kind may need a dry run
             self._new = kind
             return None
-        if grad_state.trace.left:  # whether samples are independent is not known yet
+        if grad_state.trace.left:  # it is not known yet whether samples are independent
             return None
         check_decided(grad_state)
         if len(self._recordings) >= _MOST_KINDS or not settled(grad_state, self.physical_batch):
@@ -334,7 +333,7 @@ class Step:
         if self._captures >= most:
             return None
         if len(next(filter(_is_tensor, leaves))) < min(2, self.physical_batch):
-            return None  # no sample to tell it from
+            return None  # too few samples to compare a replay
         self._captures += 1
         if self._captures == most:
             say(
@@ -343,7 +342,7 @@ class Step:
                 doc="compile-and-graphs",
             )
         self._check_place(device)
-        grad_state.trace.end()  # what is filled up holds others than these samples
+        grad_state.trace.end()  # the filled batch holds other samples than these
         inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]
         for room, leaf in zip(inputs, filter(_is_tensor, leaves), strict=True):
             _fill(room, leaf)
@@ -371,7 +370,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _lists(value: Any, samples: int) -> bool:
-    """A list or an array in the batch has a value for each sample, but is no tensor."""
+    """Whether a list or an array in the batch, not a tensor, has one value per sample."""
     if isinstance(value, Mapping):
         return any(_lists(x, samples) for x in value.values())
     if isinstance(value, (list, tuple)):
@@ -382,7 +381,7 @@ def _lists(value: Any, samples: int) -> bool:
 
 
 def _kind(leaves: list[Any]) -> tuple[Any, ...]:
-    """All that a graph freezes of a batch."""
+    """The properties of a batch that a graph freezes."""
     strange = [type(x).__name__ for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
     if strange:
         raise GraphError(
@@ -404,7 +403,7 @@ def _room(x: Tensor, samples: int) -> Tensor:
 
 
 def _fill(room: Tensor, x: Tensor) -> None:
-    """The samples of x, and its first one in the place of all that are lacking."""
+    """Copy the samples of x into `room`, and fill the rest with its first sample."""
     x = x.detach()
     if len(x) == len(room):
         room.copy_(x)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastclip
 from fastclip import ops
-from fastclip.engine.opacus_modes.optimizers import clip_apart
+from fastclip.engine.opacus_modes.optimizers import clip_on_devices
 from fastclip.errors import ArgumentTypeError, StepError
 from tests.opacus_runs import ALL, MODES, B, C, D, backward, gradients, moved, rows, start, weights
 from tests.oracle import clipped_sum, norms, relative_error, sample_loss
@@ -268,7 +268,7 @@ def test_a_model_spread_over_devices(thresholds: float | list[float], bad: bool)
     if bad:
         samples[2][3] = float("nan")
     expected, reference = ops.clip_accumulate(samples, thresholds)
-    sums, found = clip_apart(samples, thresholds, [[1, 3], [0, 2]])
+    sums, found = clip_on_devices(samples, thresholds, [[1, 3], [0, 2]])
     assert torch.allclose(found, reference, rtol=1e-6, equal_nan=True)
     for mine, other in zip(sums, expected, strict=True):
         if not bad or isinstance(thresholds, float):
