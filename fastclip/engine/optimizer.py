@@ -657,5 +657,8 @@ def power_of_two(name: str, value: Any) -> float:
         raise ArgumentTypeError(f"{name} expects a power of two, got {value!r}.") from error
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
     if not exact or not 2.0**-24 <= number <= 2.0**32:
-        raise ArgumentError(f"{name} expects a power of two from 2^-24 to 2^32, got {value!r}.")
+        raise ArgumentError(
+            f"{name} expects a power of two from 2^-24 to 2^32, got {value!r}.",
+            doc="mixed-precision",
+        )
     return number

@@ -673,7 +673,8 @@ class FastPrivacyEngine(PrivacyEngine):
         if not self._runs:
             raise StepError(
                 "This call needs a private model in the fast mode, and the engine has none. Call "
-                "make_private first, without grad_sample_mode."
+                "make_private first, without grad_sample_mode.",
+                doc="unsupported-options",
             )
         return self._runs[-1]
 

@@ -144,7 +144,8 @@ class Step:
             raise StepError("A step cannot train inside engine.paused(). Call it outside.")
         if grad_state.batch.retired:
             raise StepError(
-                "The model of this step is no longer private. Call make_private and make_step again."
+                "The model of this step is no longer private. Call make_private and make_step again.",
+                doc="wrapped-model",
             )
         if not torch.is_grad_enabled():
             raise StepError("A step cannot train inside torch.no_grad(). Call it outside.")

@@ -115,13 +115,15 @@ def _check_unused() -> None:
             raise StepError(
                 f"{derived.__module__}.{derived.__qualname__} was derived from Opacus' "
                 f"{kind.__name__} before install(), and would still use Opacus. Call "
-                "fastclip.opacus.install() before that module is imported."
+                "fastclip.opacus.install() before that module is imported.",
+                doc="wrapped-model",
             )
     made = next((x for x in gc.get_objects() if type(x) in OURS), None)
     if made is not None:
         raise StepError(
             f"An object of Opacus' {type(made).__name__} was made before install(), and would still use "
-            "Opacus. Call fastclip.opacus.install() first."
+            "Opacus. Call fastclip.opacus.install() first.",
+            doc="wrapped-model",
         )
 
 
