@@ -33,7 +33,7 @@ from fastclip.samples.layout import BatchLayout
 # At the end of a backward pass, what bare layers have listed becomes records.
 
 
-_ROWS = BatchAxis(0)
+_FIRST_AXIS = BatchAxis(0)
 _MOST = 32
 """Number of endings that are cached."""
 _KIND = attrgetter("shape", "dtype", "device")
@@ -188,7 +188,7 @@ def take(bare: BareLayers, left: Left) -> None:
     number, forward, x, g, weight, bias, extra = left
     handle, module = bare.layers[number]
     wanted = {n: p for n, p in (("weight", weight), ("bias", bias)) if p is not None}
-    call = Call(handle, module, forward, _ROWS, extra, wanted)
+    call = Call(handle, module, forward, _FIRST_AXIS, extra, wanted)
     LayerBackward(call, (x, None), g, False, wanted).run()
 
 
@@ -254,7 +254,7 @@ def _is_bare(handle: LayerHook, module: nn.Module, layout: BatchLayout) -> bool:
     placed = (
         batch_axis is not None and batch_axis.plain and not batch_axis.axis and path in layout.met
     )
-    if handle.scopes or layout.returns or layout.by_values:
+    if handle.wrappers or layout.returns or layout.by_values:
         return False
     own = [p for p in module._parameters.values() if p is not None]
     plain = all(

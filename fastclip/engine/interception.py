@@ -46,7 +46,7 @@ from fastclip.samples.batch_axis import BatchAxis
 
 ATTRIBUTE = "_fastclip"
 _APPLY = plain_apply(PrivateLayer)
-_ROWS = BatchAxis(0)
+_FIRST_AXIS = BatchAxis(0)
 _KEYS = count(1)
 HOW_TO_REGISTER = "Register a rule for the layer with @fastclip.rules.register_rule, or freeze it."
 
@@ -76,7 +76,7 @@ class LayerHook:
         self.path = path
         self.grad_state = grad_state
         self.rule: LayerRule | None = None
-        self.scopes: list[ForwardWrapper] = []
+        self.wrappers: list[ForwardWrapper] = []
         self.bare: Callable[[Any, nn.Module], Tensor | None] | None = None
         """Runs a call as one C++ node, or returns None if it cannot; None if no call can."""
         self.key = next(_KEYS)
@@ -116,11 +116,11 @@ class LayerHook:
             if out is not None:
                 return out
         run = self._followed if self.rule is None else self._private
-        if not self.scopes:
+        if not self.wrappers:
             return run(module, *args, **kwargs)
         inner: Callable = partial(run, module)
-        for scope in self.scopes:
-            inner = _Bound(scope, self, module, inner)
+        for wrapper in self.wrappers:
+            inner = _Bound(wrapper, self, module, inner)
         return inner(*args, **kwargs)
 
     @cached_property
@@ -136,7 +136,7 @@ class LayerHook:
     @property
     def only_opens(self) -> bool:
         """Whether it is the model's own forward, and only opens the pass."""
-        return self.rule is None and len(self.scopes) == 1 and hasattr(self.scopes[0], "enter")
+        return self.rule is None and len(self.wrappers) == 1 and hasattr(self.wrappers[0], "enter")
 
     def _followed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return follow(self.path, self.grad_state, plain_forward(module), args, kwargs)
@@ -205,13 +205,13 @@ def _run(plain: Callable, *args: Any, **kwargs: Any) -> Any:
 
 class _Bound:
     def __init__(
-        self, scope: ForwardWrapper, handle: LayerHook, module: nn.Module, inner: Callable
+        self, wrapper: ForwardWrapper, handle: LayerHook, module: nn.Module, inner: Callable
     ) -> None:
-        self._call = (scope, handle, module, inner)
+        self._call = (wrapper, handle, module, inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        scope, handle, module, inner = self._call
-        return scope.run(handle, module, inner, args, kwargs)
+        wrapper, handle, module, inner = self._call
+        return wrapper.run(handle, module, inner, args, kwargs)
 
 
 @exports_as_it_was
@@ -241,10 +241,10 @@ def _call(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) -> An
 def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that only opens the pass. Its own code may be compiled."""
     handle: LayerHook = getattr(self, ATTRIBUTE)
-    scope = handle.scopes[0]
+    wrapper = handle.wrappers[0]
     plain, loss = plain_forward(self), handle.grad_state.model_loss
     per_sample = plain if loss is None else loss.around(plain)
-    entered = scope.enter(handle, self, per_sample, args, kwargs)  # type: ignore[attr-defined]
+    entered = wrapper.enter(handle, self, per_sample, args, kwargs)  # type: ignore[attr-defined]
     with entered:
         if entered.eager or not is_compiled() or (loss is not None and loss.inline):
             plain = partial(eagerly, per_sample) if entered.eager or is_compiled() else per_sample
@@ -274,7 +274,7 @@ def apply_rule(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) 
     rule, grad_state = handle.rule, handle.grad_state
     assert rule is not None
     forward, opens = grad_state.layer_forward(handle.path)
-    batch_axis: BatchAxis | None = _ROWS
+    batch_axis: BatchAxis | None = _FIRST_AXIS
     layout = forward.layout
     placed = forward.sample_order is None and not rule.counts_samples
     if placed:

@@ -365,15 +365,15 @@ class _Installer:
             if is_batch_norm(module):
                 self.grad_state.batch_norms.append((path, module))
             if isinstance(module, DPRNNBase):
-                self._handle(path, module).scopes.append(RecurrentForwardWrapper())
+                self._handle(path, module).wrappers.append(RecurrentForwardWrapper())
             elif _own(module) or is_parametrized(module):
                 self._layer(path, module)
-        self._handle("", self.model).scopes.append(RootForwardWrapper())
+        self._handle("", self.model).wrappers.append(RootForwardWrapper())
         for module, handle in self.handles.items():
             if handle.rule is None:
                 interception.attach_methods(handle.path, module, self.grad_state)
                 if module is not self.model:
-                    handle.scopes.append(PartForwardWrapper())
+                    handle.wrappers.append(PartForwardWrapper())
             attach(module, handle)
         may_be_bare(self.grad_state.bare, self.handles)
         for path, module in self.model.named_modules():
@@ -401,7 +401,7 @@ class _Installer:
         rule, own = find_rule(module), _own(module)
         self._claim(own)
         if isinstance(module, nn.RNNBase):
-            handle.scopes.append(SortedForwardWrapper())
+            handle.wrappers.append(SortedForwardWrapper())
         if rule is None:  # each use of its parameters is tracked
             for name in own:
                 self.grad_state.plan_log.register(f"{path}.{name}".lstrip("."), FOLLOWED)
