@@ -1,7 +1,7 @@
 """fastclip: exact per-sample gradient clipping in one backward pass, for DP training in PyTorch.
 
-Names are imported when they are first asked for: the engine needs Opacus, which takes longer to import
-than torch, and `fastclip.ops`, `fastclip.clipping` and `fastclip.losses` do without it.
+Names are imported on first use. The engine needs Opacus, whose import takes longer than torch's, while
+`fastclip.ops`, `fastclip.clipping` and `fastclip.losses` do not.
 """
 
 import sys
@@ -47,7 +47,7 @@ _MODULES = {
 
 
 class OldPaths:
-    """Asked after all other finders: modules that have moved are found, and warn (fastclip._moved)."""
+    """The last import finder: finds moved modules by their old paths, and warns (fastclip._moved)."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -60,10 +60,10 @@ class OldPaths:
 sys.meta_path.append(OldPaths)
 
 
-if not TYPE_CHECKING:  # which would take any name for one of the package
+if not TYPE_CHECKING:  # a type checker would accept any name of the package
 
     def __getattr__(name: str) -> Any:
-        """A name of the table, or a module of the package."""
+        """A public name, or a module of the package."""
         if name in _MODULES:
             value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
             return globals().setdefault(name, value)
@@ -72,7 +72,7 @@ if not TYPE_CHECKING:  # which would take any name for one of the package
             try:
                 return import_module(module)
             except ModuleNotFoundError as missing:
-                if missing.name != module:  # something that the module needs
+                if missing.name != module:  # an import inside the module
                     raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""Old module paths: importing one gives what the new path has, with a DeprecationWarning.
+"""Old module paths: importing one gives the new module's names and a DeprecationWarning.
 
 They stay until version 0.3.
 """
@@ -36,31 +36,31 @@ MOVED = {
 NAMES = {"Choice": "NormMethod", "Plan": "NormPlan"}
 """Old name -> the name in the new module, of old paths."""
 RENAMED = {("fastclip.data.plan", "Plan"): "SamplingPlan"}
-"""(module, old name) -> new name, of modules that lie where they lay."""
+"""(module, old name) -> new name, in modules that have not moved."""
 KEYWORDS = {"max_rows_per_unit": "max_samples_per_unit"}
 """Old keyword argument -> new one."""
 COMMANDS = {"planner.__main__": ("doctor", ["--rates"])}
-"""`python -m fastclip.OLD` -> the module whose `main` is run, and what comes first on its line."""
+"""`python -m fastclip.OLD` -> the module whose `main` runs, and its first arguments."""
 
 
 def spec_of(name: str) -> ModuleSpec | None:
-    """The spec of an old path; None of all others."""
+    """The spec of an old path; None for other paths."""
     inside = name.removeprefix("fastclip.")
     known = inside in MOVED or inside in COMMANDS
     return ModuleSpec(name, Moved(), is_package=inside in MOVED) if known else None
 
 
 def renamed(module: str, name: str) -> Any:
-    """What an old name of this module stands for; for its `__getattr__`."""
+    """The object with an old name of this module; for its `__getattr__`."""
     new = RENAMED.get((module, name))
     if new is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    say(f"{module}.{name} has another name: use {new}.", DeprecationWarning)
+    say(f"{module}.{name} is deprecated. Use {new}.", DeprecationWarning)
     return getattr(import_module(module), new)
 
 
 def new_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments by their new names.
+    """Keyword arguments with their new names.
 
     Raises:
         ArgumentTypeError: an argument is given by both names.
@@ -70,26 +70,26 @@ def new_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
         if old in found:
             if new in found:
                 raise ArgumentTypeError(f"{old} is the old name of {new}. Omit {old}.")
-            say(f"{old} has another name: use {new}.", DeprecationWarning)
+            say(f"{old} is deprecated. Use {new}.", DeprecationWarning)
             found[new] = found.pop(old)
     return found
 
 
 def lifted(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call: those that came by an old name, among its `kwargs`, have the new one."""
+    """Arguments of a call, where those with an old name in `kwargs` get the new one."""
     found = new_keywords(arguments["kwargs"])
     own = {name: found.pop(name) for name in KEYWORDS.values() if name in found}
     return {**arguments, **own, "kwargs": found}
 
 
 class Moved(Loader):
-    """Loads an old path: a module that answers for a name with what its new one has."""
+    """Loads an old path as a module that gives the names of the new one."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Warn, and let the new module answer."""
+        """Warn, and give the names of the new module."""
         old = module.__name__.removeprefix("fastclip.")
         new = import_module(f"fastclip.{MOVED[old]}")
-        say(f"fastclip.{old} has moved: import {new.__name__}.", DeprecationWarning)
+        say(f"fastclip.{old} has moved. Import {new.__name__}.", DeprecationWarning)
 
         def answer(name: str) -> Any:
             return getattr(new, NAMES.get(name, name))
@@ -98,7 +98,7 @@ class Moved(Loader):
         module.__doc__, module.__all__ = new.__doc__, [n for n in vars(new) if n[0] != "_"]  # type: ignore[attr-defined]
 
     def get_code(self, name: str) -> CodeType:
-        """The program of `python -m`, which runpy asks for."""
+        """The program of `python -m`, for runpy."""
         module, first = COMMANDS[name.removeprefix("fastclip.")]
         return compile(
             f"import sys\nfrom fastclip.{module} import main\n"

@@ -54,7 +54,7 @@ def call(model: nn.Module | None = None, **changes: Any) -> tuple:
         ({"rand_on_empty": 0}, TypeError, "rand_on_empty expects True or False"),
         ({"noise_generator": 42}, TypeError, "noise_generator expects a torch.Generator"),
         ({"optimizer": "sgd"}, TypeError, "optimizer expects a torch.optim.Optimizer"),
-        ({"optimizer": ["sgd", "sgd"]}, TypeError, "got list; .* one optimizer of several groups"),
+        ({"optimizer": ["sgd", "sgd"]}, TypeError, "got list.*one optimizer with several groups"),
         ({"data_loader": [1, 2]}, TypeError, "data_loader expects"),
         ({"module": "net"}, TypeError, "module expects a torch.nn.Module"),
         ({"max_grad_norms": 1.0}, TypeError, r"\['max_grad_norms'\]"),
@@ -88,7 +88,7 @@ def test_keywords_of_a_budget(changes: dict, message: str) -> None:
 
 def test_optimizer_of_another_model() -> None:
     other = nn.Linear(4, 3)
-    with pytest.raises(FastclipError, match="2 of the optimizer's parameters do not belong"):
+    with pytest.raises(FastclipError, match="of which 2 do not belong to the module"):
         call(optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
 
 
@@ -115,10 +115,13 @@ class Turned(nn.Module):
         (nn.EmbeddingBag(4, 4, sparse=True), "sparse is not supported"),
         (
             nn.LazyLinear(4),
-            r"1 \(LazyLinear\): its parameters \['weight', 'bias'\].*run the model once",
+            r"1 \(LazyLinear\): parameters \['weight', 'bias'\].*Run the model once",
         ),
-        (nn.LazyBatchNorm1d(), r"1 \(LazyBatchNorm1d\): its parameters"),
-        (Turned(), r"1 \(Turned\): parameters \{'angle': torch.complex64\} are not real numbers"),
+        (nn.LazyBatchNorm1d(), r"1 \(LazyBatchNorm1d\): parameters"),
+        (
+            Turned(),
+            r"1 \(Turned\): parameters \{'angle': torch.complex64\} are not real",
+        ),
     ],
 )
 def test_layers(layer: nn.Module, message: str) -> None:
@@ -142,7 +145,7 @@ def test_a_lazy_model_that_ran_once() -> None:
     """Its optimizer may be older than its shapes."""
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedLayerError, match="run the model once"):
+    with pytest.raises(UnsupportedLayerError, match="Run the model once"):
         call(model, optimizer=optimizer)
     model(torch.zeros(1, 4))
     private, optimizer, _ = call(model, optimizer=optimizer, poisson_sampling=False)
@@ -240,7 +243,7 @@ def test_frozen_batch_norm_put_back_into_training_mode() -> None:
 
 
 def test_plan_and_pause_before_make_private() -> None:
-    with pytest.raises(StepError, match="call make_private first"):
+    with pytest.raises(StepError, match="Call make_private first"):
         FastPrivacyEngine().plan()
 
 
@@ -249,7 +252,7 @@ def test_a_parameter_group_added_later() -> None:
     _, private, optimizer, _ = make_private(model, optimizer_params=list(model[0].parameters()))
     sample_loss(private(torch.randn(3, 4))).mean().backward()
     optimizer.original_optimizer.add_param_group({"params": list(model[1].parameters())})
-    with pytest.raises(StepError, match="2 of the optimizer's trainable parameters"):
+    with pytest.raises(StepError, match=r"^2 trainable parameters .*errors.html#optimizers"):
         optimizer.step()
 
 

@@ -42,7 +42,7 @@ def test_an_old_path_gives_what_the_new_one_has(
     old: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, f"fastclip.{old}", raising=False)
-    with pytest.warns(DeprecationWarning, match=f"import fastclip.{MOVED[old]}") as told:
+    with pytest.warns(DeprecationWarning, match=f"Import fastclip.{MOVED[old]}") as told:
         module = import_module(f"fastclip.{old}")
     assert getattr(module, name) is getattr(import_module(f"fastclip.{MOVED[old]}"), name)
     assert told[-1].filename == __file__
@@ -65,7 +65,7 @@ def test_other_paths_are_not_ours() -> None:
 @pytest.mark.parametrize(("old", "new"), NAMES.items())
 def test_an_old_name_of_an_old_path(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "fastclip.planner", raising=False)
-    with pytest.warns(DeprecationWarning, match=r"import fastclip\.ops\.planner"):
+    with pytest.warns(DeprecationWarning, match=r"Import fastclip\.ops\.planner"):
         module = import_module("fastclip.planner")
     assert getattr(module, old) is getattr(planner, new)
 
@@ -73,7 +73,7 @@ def test_an_old_name_of_an_old_path(old: str, new: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("place", "new"), RENAMED.items())
 def test_an_old_name(place: tuple[str, str], new: str) -> None:
     module = import_module(place[0])
-    with pytest.warns(DeprecationWarning, match=f"use {new}"):
+    with pytest.warns(DeprecationWarning, match=f"Use {new}"):
         assert getattr(module, place[1]) is getattr(module, new)
     with pytest.raises(AttributeError, match="nothing"):
         module.nothing  # noqa: B018
@@ -84,21 +84,21 @@ def test_an_old_keyword() -> None:
     rows = TensorDataset(torch.randn(16, 2), torch.zeros(16, dtype=torch.int64))
     loader, ids = DataLoader(rows, batch_size=4), torch.arange(16) // 4
     engine, model = FastPrivacyEngine(), nn.Linear(2, 2)
-    with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
+    with pytest.warns(DeprecationWarning, match="Use max_samples_per_unit"):
         planned = engine.plan_sampling(loader, unit_ids=ids, max_rows_per_unit=2)
     assert planned.max_samples_per_unit == 2
-    with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
+    with pytest.warns(DeprecationWarning, match="Use max_samples_per_unit"):
         engine.make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data_loader=loader,
             noise_multiplier=1.0, max_grad_norm=1.0, unit_ids=ids, max_rows_per_unit=2,
         )  # fmt: skip
     assert engine.sampling.max_samples_per_unit == 2
-    with pytest.warns(DeprecationWarning, match="use sample_epsilon"):
+    with pytest.warns(DeprecationWarning, match="Use engine.sample_epsilon"):
         assert engine.row_epsilon(1e-3, 0.25) == engine.sample_epsilon(1e-3, 0.25)
     claim = engine.mechanism()
-    with pytest.warns(DeprecationWarning, match="use neighbors"):
+    with pytest.warns(DeprecationWarning, match="Use Mechanism.neighbors"):
         assert claim.neighbours == claim.neighbors
-    with pytest.warns(DeprecationWarning, match="use max_samples_per_unit"):
+    with pytest.warns(DeprecationWarning, match="Use max_samples_per_unit"):
         told = PrivacyArguments(1.0, 1e-3, 1.0, unit_ids=ids, max_rows_per_unit=3)
     assert told.sampling(rows)["max_samples_per_unit"] == 3
 

@@ -146,5 +146,5 @@ def test_a_unit_that_no_physical_batch_holds() -> None:
 
 
 def test_opacus_modes_refuse_units() -> None:
-    with refused("draws rows as Opacus does, without.*unit_ids"):
+    with refused("samples as Opacus does.*unit_ids"):
         start(grad_sample_mode="hooks")

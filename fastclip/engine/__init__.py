@@ -1,4 +1,4 @@
-"""The engine: the private model, its optimizer, and what ties them to a sampled loader."""
+"""The engine: the private model, its optimizer, and their connection to a sampled loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of a model run bare, and what they have listed when a pass ends."""
+"""Bare layers of a model, which run as one node, and the records made of their lists."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from fastclip.samples.batch_axis import BatchAxis
 from fastclip.samples.layout import BatchLayout
 
 # -------------------------------------------------------------------------------------------------
-# What bare layers have listed in a backward pass becomes records, when the pass ends.
+# At the end of a backward pass, what bare layers have listed becomes records.
 
 
-_ROWS = BatchAxis(0)
+_FIRST_AXIS = BatchAxis(0)
 _MOST = 32
-"""Endings that are remembered."""
+"""Number of endings that are cached."""
 _KIND = attrgetter("shape", "dtype", "device")
 NORMS: dict[Any, int] = {type(rule): k for k, rule in enumerate(python_nodes.NORMS)}
-"""Rules of layers that normalize, and the numbers that nodes have for them."""
+"""Rules of normalization layers, and their numbers in nodes."""
 LINEAR: dict[Any, bool] = {LinearRule: False, TransposedLinearRule: True}
 """Rules of linear layers that may be bare, and whether their weights are transposed."""
 
 
 def settle(grad_state: GradientState, listed: Listed) -> None:
-    """Take what nodes have listed in the pass that ends.
+    """Make records of what nodes have listed in the pass that ends.
 
     Raises:
-        GraphError: what layers were given has changed since.
+        GraphError: inputs of layers were changed in place since.
     """
     bare = grad_state.bare
     numbers, forwards, inputs, gradients, weights, biases, _, written = listed
@@ -57,7 +57,7 @@ def settle(grad_state: GradientState, listed: Listed) -> None:
     for k in sorted(firsts.values()):
         grad_state.admit(bare.layers[numbers[k]][0].path, forwards[k], len(gradients[k]))
     others = frozenset(grad_state.current.others())
-    kinds = [None if x is None else _KIND(x) for x in inputs]  # none where its weight is frozen
+    kinds = [None if x is None else _KIND(x) for x in inputs]  # None if its weight is frozen
     key = (
         tuple(numbers), tuple(kinds), tuple(map(_KIND, gradients)),
         tuple(map(id, weights)), tuple(map(id, biases)), grad_state.units is None, others,
@@ -73,11 +73,11 @@ def settle(grad_state: GradientState, listed: Listed) -> None:
 
 @dataclass
 class _Group:
-    """Linear layers whose norms follow from inputs and output gradients, both of which are held.
+    """Linear layers whose norms are computed from their inputs and output gradients.
 
     Attributes:
-        single: they have one position each. stacked: a CPU takes their norms at once; on a GPU
-            kernels take those of all records. layers: which of those that are listed.
+        single: each sample has one position. stacked: a CPU computes their norms together; on a GPU
+            kernels do so for all records. layers: indices in the list.
     """
 
     single: bool
@@ -87,19 +87,19 @@ class _Group:
 
 
 class _Ending:
-    """How a pass ends that has listed certain layers, of tensors of certain kinds.
+    """The end of a pass that has listed certain layers, with tensors of certain kinds.
 
     Args:
-        others: ids of parameters to which something else contributes.
+        others: ids of parameters with other contributions.
     """
 
     def __init__(self, grad_state: GradientState, listed: Listed, others: frozenset[int]) -> None:
         numbers, _, inputs, gradients, weights, biases, *_ = listed
         self._groups: dict[Hashable, _Group] = {}
         self._rest: list[int] = []
-        """What is taken one by one, in this order."""
+        """Indices of layers that are recorded one by one, in this order."""
         self._alone: set[int] = set()
-        """Whose parameters have no other use."""
+        """Indices of layers whose parameters have no other use."""
         noted: dict[tuple[str, tuple, NormMethod], list[str]] = {}
         uses = Counter(id(p) for p in (*weights, *biases) if p is not None)
         uses.update(others)
@@ -144,9 +144,9 @@ class _Ending:
             if group.stacked:
                 stack = LinearStack(group.single, own, a, g, group.transposed)
                 grad_state.current.take_together(stack, stack.norms())
-                for bias, rows in zip(biases_of, g, strict=True):
+                for bias, grads in zip(biases_of, g, strict=True):
                     if bias is not None:
-                        keep(bias, rows if rows.dim() == 2 else ops.wide_sum(rows, 1))
+                        keep(bias, grads if grads.dim() == 2 else ops.wide_sum(grads, 1))
                 continue
             for weight, bias, *pair, turned in zip(
                 own, biases_of, a, g, group.transposed, strict=True
@@ -162,17 +162,17 @@ def _keep(grad_state: GradientState, parameter: nn.Parameter, gradients: Tensor)
 
 
 def _flattened(x: Tensor) -> Tensor:
-    """x [b, ..., n] as [b, t, n], or as it is if it is [b, n]."""
+    """x [b, ..., n] as [b, t, n]; [b, n] is unchanged."""
     return x if x.dim() <= 3 else x.flatten(1, -2)
 
 
 def _record(
     grad_state: GradientState, left: Left, keep: Callable[[nn.Parameter, Tensor], None]
 ) -> None:
-    """Take what one layer has left.
+    """Record what one layer has left.
 
     Args:
-        keep: takes gradients of samples.
+        keep: keeps per-sample gradients.
     """
     number, _, x, g, weight, bias, _ = left
     if type(grad_state.bare.layers[number][0].rule) not in NORMS:
@@ -188,7 +188,7 @@ def take(bare: BareLayers, left: Left) -> None:
     number, forward, x, g, weight, bias, extra = left
     handle, module = bare.layers[number]
     wanted = {n: p for n, p in (("weight", weight), ("bias", bias)) if p is not None}
-    call = Call(handle, module, forward, _ROWS, extra, wanted)
+    call = Call(handle, module, forward, _FIRST_AXIS, extra, wanted)
     LayerBackward(call, (x, None), g, False, wanted).run()
 
 
@@ -202,11 +202,11 @@ _SETTINGS: dict[Any, tuple[str, ...]] = {
     EmbeddingRule: ("padding_idx", *ONLY_PLAIN),
     ConvRule: ("stride", "padding", "dilation", "groups", "padding_mode"),
 }
-"""Attributes of a layer by which it computes."""
+"""Attributes of a layer that determine its result."""
 
 
 def may_be_bare(bare: BareLayers, handles: Mapping[nn.Module, LayerHook]) -> None:
-    """The model's layers with rules may be bare."""
+    """Let the model's layers with rules run bare."""
     bare.layers = [
         (handle, module) for module, handle in handles.items() if handle.rule is not None
     ]
@@ -214,7 +214,7 @@ def may_be_bare(bare: BareLayers, handles: Mapping[nn.Module, LayerHook]) -> Non
 
 
 def plan(bare: BareLayers, layout: BatchLayout) -> None:
-    """Choose the layers that are bare in calls of this layout."""
+    """Choose the layers that run bare in calls of this layout."""
     bare.paths = []
     bare.endings.clear()
     for number, (handle, module) in enumerate(bare.layers):
@@ -233,14 +233,14 @@ def plan(bare: BareLayers, layout: BatchLayout) -> None:
 
 
 def _tapped(bare: BareLayers) -> Iterator[tuple[int, Layer]]:
-    """Those whose calls may be given taps, and what is known of them."""
+    """Layers whose calls may get output hooks, and their descriptions."""
     for number, (handle, module) in enumerate(bare.layers):
         slot = None if handle.bare is None else _slot(bare, number, python_nodes)
         weight = module._parameters.get("weight")
         if slot is None or weight is None:
             continue
         if isinstance(slot, python_nodes.Conv) and not weight.requires_grad:
-            continue  # its output's size does not follow from that of its input
+            continue  # its input size does not determine its output size
         bias = module._parameters.get("bias")
         yield number, Layer(number, slot, module, weight, bias, what_lists(slot), handle.key)
 
@@ -254,7 +254,7 @@ def _is_bare(handle: LayerHook, module: nn.Module, layout: BatchLayout) -> bool:
     placed = (
         batch_axis is not None and batch_axis.plain and not batch_axis.axis and path in layout.met
     )
-    if handle.scopes or layout.returns or layout.by_values:
+    if handle.wrappers or layout.returns or layout.by_values:
         return False
     own = [p for p in module._parameters.values() if p is not None]
     plain = all(
@@ -269,7 +269,7 @@ def _is_bare(handle: LayerHook, module: nn.Module, layout: BatchLayout) -> bool:
 
 
 def _slot(bare: BareLayers, number: int, nodes: Any) -> Any:
-    """What calls a layer's node, of these; None of a layer that has none."""
+    """The object that calls a layer's node; None for a layer without one."""
     handle, module = bare.layers[number]
     rule, held, parameters = type(handle.rule), module.__dict__, module._parameters
     weight = parameters["weight"]
@@ -279,14 +279,14 @@ def _slot(bare: BareLayers, number: int, nodes: Any) -> Any:
         return None
     assert bare.slots is not None
     given = bare.slots, number, parameters, settings
-    # A gradient that is kept takes the place of its operands at once.
+    # A kept gradient replaces its operands at once.
     at_once = handle.grad_state.plan_log.method(handle.path) == "keep"
     if rule in LINEAR:
         return nodes.Linear(*given, at_once, LINEAR[rule])
     if rule is ConvRule and (padding := zeros_around(module)) is not None:
         geo = geometry_of(module, padding)
         return nodes.Conv(*given, geo, at_once, geo.stride, geo.padding, geo.dilation, geo.groups)
-    # A kernel may serve the forward pass of GroupNorm on a GPU: its nodes are for a CPU.
+    # A kernel may run the forward pass of GroupNorm on a GPU, so its nodes are for a CPU only.
     if rule in NORMS and (rule is not GroupNormRule or ops.computes_reference(weight)):
         shape, eps = settings.get("normalized_shape"), settings["eps"]
         return nodes.Norm(*given, NORMS[rule], shape or [settings["num_groups"]], eps)

@@ -1,4 +1,4 @@
-"""Logical batches in physical ones: how many there are, and schedulers that count real steps alone."""
+"""Logical batches split into physical batches, and schedulers that count real steps only."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from fastclip.data.loader import UnitSampler
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 _OPEN: weakref.WeakKeyDictionary[Any, weakref.ref[BatchMemoryManager]] = weakref.WeakKeyDictionary()
-"""Optimizer -> the manager that is in use."""
+"""Optimizer -> the manager in use."""
 
 
 class BatchMemoryManager(opacus_manager.BatchMemoryManager):
-    """Splits logical batches into physical batches that fit into memory; Opacus' class of this name.
+    """Splits logical batches into physical batches that fit into memory; replaces Opacus' class.
 
-    `optimizer.step()` accumulates until a logical batch is complete. Then it releases: noise once, one
-    step of the inner optimizer, one entry in the ledger. `optimizer.last_step_was_real` says which of
-    the two the last call did.
+    `optimizer.step()` accumulates until a logical batch is complete. Then it takes a real step: it adds
+    noise once, calls the inner optimizer once, and adds one entry to the ledger.
+    `optimizer.last_step_was_real` tells whether the last call did so.
 
-    `len()` of the loader is the expected number of physical batches of one pass, rounded. Poisson
-    sampling draws a random number of samples, so a pass has more or fewer: use it for progress bars
-    (tqdm copes), never to end a loop. Real steps of one pass are exactly `len(data_loader)`, the loader
-    that went in: lengths of schedules follow from that.
+    `len()` of the loader is the expected number of physical batches per pass, rounded. Poisson sampling
+    draws a random number of samples, so a pass may have more or fewer. Use the length for progress
+    bars, never to end a loop. A pass has exactly `len(data_loader)` real steps, with the loader that
+    you passed in. Use this number for schedules.
 
-    Formal guarantee: that of `FastDPOptimizer`. A split changes neither the sum that a logical batch
-    releases (to rounding), nor its noise, nor its cost.
+    Formal guarantee: that of `FastDPOptimizer`. A split does not change the released sum of a logical
+    batch (up to rounding), its noise or its privacy cost.
 
     Args:
         data_loader: as make_private returned it.
         max_physical_batch_size: most samples of a physical batch.
         optimizer: as make_private returned it.
-        schedulers: of learning rates (torch's and classes derived from them), noise or thresholds
-            (Opacus'). While the manager is in use, their `step()` moves at most once for each real
-            step, so that a loop may call it after each physical batch.
+        schedulers: schedulers of learning rates (torch's and derived classes), or of noise or
+            thresholds (Opacus'). While the manager is in use, their `step()` acts at most once per real
+            step, so a loop may call it after each physical batch.
 
     Raises:
-        ArgumentError: no loader that can be split, or a scheduler of another optimizer.
-        ArgumentTypeError: another optimizer, or no scheduler.
+        ArgumentError: the loader cannot be split, or a scheduler belongs to another optimizer.
+        ArgumentTypeError: not a private optimizer, or not a scheduler.
 
     Examples:
         >>> with fastclip.BatchMemoryManager(
@@ -71,7 +71,8 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         if not callable(getattr(optimizer, "signal_skip_step", None)):
             raise ArgumentTypeError(
                 f"optimizer expects the one that make_private returned, got {type(optimizer).__name__}. "
-                "Pass that one, not a wrapper around it."
+                "Pass that one, not a wrapper around it.",
+                doc="optimizers",
             )
         _check_splits(data_loader)
         super().__init__(
@@ -90,7 +91,7 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         holder = _OPEN.get(self.optimizer, lambda: None)()
         if holder is not None:
             raise StepError(
-                "a BatchMemoryManager of this optimizer is in use already, and two of them would mix up "
+                "A BatchMemoryManager of this optimizer is in use already, and two of them would mix up "
                 "which step is real. Leave its with block first."
             )
         _OPEN[self.optimizer] = weakref.ref(self)
@@ -103,7 +104,7 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         )  # fmt: skip
 
     def __exit__(self, *_: Any) -> None:
-        """Schedulers are as they were. A logical batch that was left halfway is still held."""
+        """Restores the schedulers. An incomplete logical batch is still held."""
         _OPEN.pop(self.optimizer, None)
         while self._plain:
             scheduler, kind = self._plain.pop()
@@ -120,12 +121,12 @@ class _Splitting(BatchSplittingSampler):
 def wrap_data_loader(
     *, data_loader: DataLoader, max_batch_size: int, optimizer: DPOptimizer
 ) -> DataLoader:
-    """The same loader, whose batches are parts of the sampled batches of `data_loader`.
+    """A loader whose batches are parts of the sampled batches of `data_loader`.
 
     Args:
         data_loader: as make_private returned it.
         max_batch_size: most samples of a physical batch.
-        optimizer: is told which of them ends a logical batch.
+        optimizer: gets a signal whether a physical batch ends a logical batch.
     """
     _check_splits(data_loader)
     return DataLoader(
@@ -141,7 +142,7 @@ _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
     "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
-"""Arguments of a DataLoader that a split changes nothing about."""
+"""Arguments of a DataLoader that a split keeps."""
 
 
 def _check_splits(loader: DataLoader) -> None:
@@ -149,17 +150,19 @@ def _check_splits(loader: DataLoader) -> None:
     if sampler is None:
         raise ArgumentError(
             f"data_loader expects a loader with a batch sampler, got {type(loader).__name__} without "
-            "one, whose batches cannot be split. Make its batches small enough, or give it a batch_size."
+            "one, whose batches cannot be split. Give the loader a batch_size.",
+            doc="sampling",
         )
     if isinstance(sampler, BatchSplittingSampler):
         raise ArgumentError(
             "data_loader is split into physical batches already, and splitting it again would end "
-            "logical batches early. Pass the loader that make_private returned."
+            "logical batches early. Pass the loader that make_private returned.",
+            doc="sampling",
         )
 
 
 def _expected(sampler: Any, most: int) -> float:
-    """Expected number of physical batches of at most `most` samples, of one pass over `sampler`."""
+    """Expected number of physical batches of at most `most` samples in one pass over `sampler`."""
     if isinstance(
         sampler, (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
     ):
@@ -172,10 +175,10 @@ def _expected(sampler: Any, most: int) -> float:
 
 
 def _expected_parts(sampler: Any, most: int) -> float:
-    """E[max(1, ceil(X / m))] = 1 + sum_{k >= 1} P(X > k m), where X of n are drawn, Binomial(n, q).
+    """E[max(1, ceil(X / m))] = 1 + sum_{k >= 1} P(X > k m), for X ~ Binomial(n, q) drawn samples.
 
-    Where samples have rates of their own, q is their mean. Where units are drawn, X counts units and m
-    is how many of mean size fit: they are not split.
+    If samples have their own rates, q is their mean. If units are drawn, X counts units, which are not
+    split, and m is the number of units of mean size that fit.
     """
     n, rate = int(sampler.num_samples), float(sampler.sample_rate)
     rates = getattr(sampler, "rates", None)
@@ -198,20 +201,22 @@ def _checked(scheduler: Any, optimizer: DPOptimizer) -> Any:
     if of is not optimizer and of is not optimizer.original_optimizer:
         raise ArgumentError(
             f"schedulers got a {kind.__name__} of another optimizer, whose steps this one does not "
-            "count. Make it with the optimizer that make_private returned."
+            "count. Make it with the optimizer that make_private returned.",
+            doc="optimizers",
         )
     if not hasattr(optimizer, "real_steps"):
         raise ArgumentTypeError(
-            f"schedulers needs an optimizer of fastclip, got {type(optimizer).__name__}, which does not "
-            "say which steps are real. Make it with FastPrivacyEngine."
+            f"schedulers expects schedulers of fastclip's optimizer, got one of "
+            f"{type(optimizer).__name__}. Make the optimizer with FastPrivacyEngine.",
+            doc="optimizers",
         )
     return scheduler
 
 
 def _at_real_steps(kind: Any, optimizer: Callable[[], Any]) -> type:
-    """A scheduler's class whose `step` moves at most once for each real step.
+    """A subclass of a scheduler whose `step` acts at most once per real step.
 
-    Its instances keep their state, and may be copied, saved and loaded as before.
+    Its instances keep their state, and can be copied, saved and loaded as before.
     """
     seen = optimizer().real_steps
 

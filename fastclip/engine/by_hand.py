@@ -1,4 +1,4 @@
-"""A private model that is made by hand, as with Opacus: the optimizer that is made later clips it."""
+"""Private models that you wrap yourself, as with Opacus; the optimizer that you make later clips."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastclip.engine.interception import not_pickled
 from fastclip.engine.model import (
     FastGradSampleHooks,
     FastGradSampleModule,
-    attach_keeper,
+    attach_state,
     held_by,
     is_claimed,
     uninstall,
@@ -51,10 +51,10 @@ _UNCALLED = frozenset((
 
 
 class ByHand:
-    """What has been wrapped by hand: Opacus computes per-sample gradients until an optimizer is made.
+    """A model wrapped by hand. Opacus computes per-sample gradients until an optimizer is made.
 
     Attributes:
-        earlier: Opacus' wrapper, until then; a list, for which it is no part of this module.
+        earlier: Opacus' wrapper until then, in a list so that it is not a submodule.
     """
 
     batch_first: bool
@@ -70,13 +70,14 @@ class ByHand:
     def _wrap(
         self, kind: type, m: nn.Module, batch_first: bool, loss_reduction: str, **options: Any
     ) -> None:
-        """`m` has been wrapped; `kind` is the class of Opacus' that computes gradients for now."""
+        """Wrap `m`; Opacus' class `kind` computes gradients until an optimizer is made."""
         if not isinstance(m, nn.Module):
-            raise ArgumentTypeError(f"m expects a module, got {type(m).__name__}")
+            raise ArgumentTypeError(f"m expects a torch.nn.Module, got {type(m).__name__}.")
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
         if isinstance(m, AbstractGradSampleModule):
             raise UnsupportedLayerError(
-                f"{type(m).__name__} is a private model already; pass the model that it wraps"
+                f"m is a private model already ({type(m).__name__}). Pass the model that it wraps.",
+                doc="wrapped-model",
             )
         self._check_overrides()
         self.batch_first, self.loss_reduction = batch_first, loss_reduction
@@ -100,32 +101,33 @@ class ByHand:
         for own in type(self).__mro__:
             for name in _UNCALLED.intersection(vars(own) if not issubclass(ByHand, own) else ()):
                 raise UnsupportedLayerError(
-                    f"{own.__name__} overrides {name}, which this engine does not call. Write the rule "
-                    "of the layer that it is for with @fastclip.rules.register_rule."
+                    f"{own.__name__} overrides {name}, which this engine does not call. Register a rule "
+                    "for the layer with @fastclip.rules.register_rule."
                 )
 
     @property
     def clips(self) -> bool:
-        """An optimizer has been made: passes clip and sum."""
+        """Whether an optimizer has been made, so that passes clip and sum."""
         return "grad_state" in self.__dict__
 
     def clip_with(
         self, optimizer: torch.optim.Optimizer, strategy: Clipping,
         max_grad_norm: float | Sequence[float], *, together: bool = False,
     ) -> GradientState:  # fmt: skip
-        """Passes clip and sum for this optimizer from now on, and for no earlier one.
+        """Clip and sum for this optimizer from now on, and for no earlier one.
 
         Args:
-            together: with all processes, each of which has wrapped the same model.
+            together: all processes train the same model together.
 
         Raises:
-            GraphError: several processes, which do not train together. Else as make_private.
+            GraphError: several processes train, but not together. Otherwise as make_private.
         """
         model, several = self._module, distributed.is_initialized()
         if several and not together and distributed.get_world_size() > 1:
             raise GraphError(
-                "several processes train, and DPOptimizer would release each one's samples with noise "
-                "of its own; use DistributedDPOptimizer, around DPDDP(GradSampleModule(model))"
+                "Several processes train, and DPOptimizer would add separate noise in each of them. Use "
+                "DistributedDPOptimizer with DPDDP(GradSampleModule(model)).",
+                doc="several-processes",
             )
         joined = several and together
         ranks = Ranks(model, distributed.group.WORLD) if joined else ranks_of(model)
@@ -137,11 +139,11 @@ class ByHand:
         grad_state.clipping.ranks = ranks
         grad_state.batch.accumulation_allowed = self._allowed
         self.remove_hooks()
-        attach_keeper(self, model, grad_state, self.batch_first, self.loss_reduction)
+        attach_state(self, model, grad_state, self.batch_first, self.loss_reduction)
         return grad_state
 
     def remove_hooks(self) -> None:
-        """The model is ordinary again."""
+        """Make the model non-private again."""
         while self.earlier:
             self.earlier.pop().cleanup()
         if self.clips:
@@ -149,22 +151,22 @@ class ByHand:
             del self.grad_state
 
     def cleanup(self) -> None:
-        """As `remove_hooks`."""
+        """Does the same as `remove_hooks`."""
         self.remove_hooks()
 
     @property
     def hooks_enabled(self) -> bool:
-        """Passes leave something."""
+        """Whether passes contribute."""
         if self.clips:
             return not self.grad_state.calls.paused
         return all(own.hooks_enabled for own in self.earlier)
 
     def disable_hooks(self) -> None:
-        """Passes leave nothing, until `enable_hooks`: no per-sample gradients, no clipped sums."""
+        """Let passes leave no per-sample gradients and no clipped sums until `enable_hooks`."""
         self._switch(on=False)
 
     def enable_hooks(self) -> None:
-        """Passes contribute again."""
+        """Let passes contribute again."""
         self._switch(on=True)
 
     def _switch(self, *, on: bool) -> None:
@@ -174,11 +176,11 @@ class ByHand:
             self.grad_state.calls.paused = not on
 
     def forbid_grad_accumulation(self) -> None:
-        """Two passes without a step between them are an error."""
+        """Raise an error for two passes without a step between them."""
         self._accumulation(False)
 
     def allow_grad_accumulation(self) -> None:
-        """They are joined."""
+        """Add up passes without a step between them."""
         self._accumulation(True)
 
     def _accumulation(self, allowed: bool) -> None:
@@ -190,21 +192,21 @@ class ByHand:
 
 
 class GradSampleModule(ByHand, FastGradSampleModule):
-    """opacus.GradSampleModule, with this engine behind it once an optimizer is made.
+    """Replaces opacus.GradSampleModule, and uses this engine once you make an optimizer.
 
-    Until a `DPOptimizer` over its parameters is made, backward passes leave per-sample gradients in
-    `p.grad_sample`, which Opacus computes. From then on passes clip and sum, and keep none.
+    Until you make a `DPOptimizer` over its parameters, Opacus computes per-sample gradients in
+    `p.grad_sample`. From then on backward passes clip and sum, and keep none.
 
     Args:
         m: the model, in training mode.
-        batch_first: samples lie along axis 0 of its inputs; else along axis 1.
+        batch_first: samples lie along axis 0 of its inputs; otherwise along axis 1.
         loss_reduction: "mean" (over the physical batch) or "sum".
-        strict: refuse modules that Opacus refuses before there is an optimizer.
-        force_functorch: as in Opacus, before there is one.
+        strict: raise Opacus' errors for unsupported modules before there is an optimizer.
+        force_functorch: as in Opacus, before there is an optimizer.
 
     Raises:
         ArgumentTypeError, ArgumentError: naming the argument.
-        NotImplementedError: as Opacus, where strict.
+        NotImplementedError: as Opacus, if strict.
 
     Formal guarantee: none by itself; that of the `DPOptimizer` that is made over its parameters.
     """
@@ -219,12 +221,12 @@ class GradSampleModule(ByHand, FastGradSampleModule):
         self._wrap(OpacusModule, m, batch_first, loss_reduction, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if "_modules" not in vars(self):  # nobody has made it
+        if "_modules" not in vars(self):  # unpickled, without __init__
             raise pickled_by_opacus(type(self).__name__)
         return super().__getattr__(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad`, and what passes have left on parameters."""
+        """Clears `p.grad`, and what passes have left on parameters."""
         if self.clips:
             super().zero_grad(set_to_none)
             return
@@ -234,13 +236,13 @@ class GradSampleModule(ByHand, FastGradSampleModule):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
-        """What make_private returns is one of these, too."""
+        """The models that make_private returns are instances too."""
         asked = cls is GradSampleModule and FastGradSampleModule in other.__mro__
         return True if asked else NotImplemented
 
 
 class GradSampleHooks(ByHand, FastGradSampleHooks):
-    """opacus.grad_sample.GradSampleHooks, likewise: the model stays itself. As `GradSampleModule`."""
+    """Replaces opacus.grad_sample.GradSampleHooks. As `GradSampleModule`, but the model is unchanged."""
 
     def __init__(
         self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean",
@@ -252,40 +254,44 @@ class GradSampleHooks(ByHand, FastGradSampleHooks):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
-        """What make_private returns is one of these, too."""
+        """The module handles that make_private returns are instances too."""
         asked = cls is GradSampleHooks and FastGradSampleHooks in other.__mro__
         return True if asked else NotImplemented
 
 
 def pickled_by_opacus(kind: str) -> StepError:
-    """The error of an object of Opacus' that is unpickled where its class is this engine's."""
+    """The error for an object of Opacus that is unpickled after `install`."""
     return StepError(
-        f"a {kind} was pickled by Opacus, and is unpickled where fastclip.opacus.install() has given "
-        "its name to this engine. Unpickle it before install(), and hand on its state_dict()."
+        f"A {kind} was pickled by Opacus and cannot be unpickled after fastclip.opacus.install(). "
+        "Unpickle it before install(), and pass on its state_dict().",
+        doc="wrapped-model",
     )
 
 
 def module_of(optimizer: torch.optim.Optimizer) -> ByHand:
-    """The model by hand whose parameters an optimizer has.
+    """The model wrapped by hand that holds an optimizer's parameters.
 
     Raises:
-        StepError: none, or several.
+        StepError: there is none, or there are several.
     """
     held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     found = [m for m in list(_ALL) if not held.isdisjoint(m._module.parameters())]
     found = [m for m in found if m.clips or m.earlier]
     if len(found) != 1 or not held <= {*found[0]._module.parameters()}:
         raise StepError(
-            "DPOptimizer expects the parameters of one GradSampleModule, and some of these are of none "
-            "or of another one; wrap the whole model in one GradSampleModule first"
+            "optimizer expects the parameters of one GradSampleModule, got some of none or of several. "
+            "Wrap the whole model in one GradSampleModule first.",
+            doc="optimizers",
         )
     return found[0]
 
 
 @contextmanager
 def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """What was wrapped by hand, and no optimizer clips, without its wrapper, which it has again
-    after an error. Any other module as it is."""
+    """A context that removes the wrapper of a model wrapped by hand without an optimizer.
+
+    After an error the model has its wrapper again. Any other module is unchanged.
+    """
     own: list[Any] = []
     if isinstance(module, ByHand):
         own = [*module.earlier]
@@ -311,18 +317,18 @@ def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """An optimizer of Opacus' holds a parameter of it."""
+    """Whether an optimizer of Opacus holds one of its parameters."""
     own = set(module.parameters())
     made = (x for x in gc.get_objects() if issubclass(type(x), OpacusOptimizer))
     return any(not own.isdisjoint(optimizer.params) for optimizer in made)
 
 
 # -------------------------------------------------------------------------------------------------
-# An optimizer that is made by hand, as with Opacus, over a model that was wrapped by hand.
+# An optimizer that you make yourself, as with Opacus, over a model wrapped by hand.
 
 
 class _Kind(type):
-    """What make_private returns is a DPOptimizer, too."""
+    """The optimizers that make_private returns are instances of DPOptimizer too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         asked = cls.__dict__.get("stands_for")
@@ -332,24 +338,25 @@ class _Kind(type):
 
 
 class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
-    """opacus.optimizers.DPOptimizer over the parameters of a `GradSampleModule` that was made before.
+    """Replaces opacus.optimizers.DPOptimizer, over the parameters of an earlier `GradSampleModule`.
 
     Args:
         optimizer: the inner optimizer.
-        noise_multiplier: sigma, standard deviation of the noise over the sensitivity.
-        max_grad_norm: C; a list, one a parameter tensor, with clipping="per_layer".
-        expected_batch_size: B, the public denominator where loss_reduction is "mean".
+        noise_multiplier: sigma, the standard deviation of the noise over the sensitivity.
+        max_grad_norm: C; with clipping="per_layer" a list with one threshold per parameter tensor.
+        expected_batch_size: B, the public denominator if loss_reduction is "mean".
         loss_reduction: "mean" divides the noisy sum by B; "sum" does not.
         generator: of the noise (torch's global one if None).
-        secure_mode: cryptographic noise; no generator then.
+        secure_mode: cryptographic noise, without a generator.
         clipping: a strategy of fastclip.clipping, or the name of a preset.
-        **options: of the preset.
+        **options: arguments of the preset.
 
     Raises:
-        ArgumentError, ArgumentTypeError: naming the argument. StepError: no such model.
+        ArgumentError, ArgumentTypeError: naming the argument.
+        StepError: no `GradSampleModule` holds the parameters.
 
-    Formal guarantee: that of `FastDPOptimizer` for each real step. Nobody accounts for it unless a hook
-    does (`attach_step_hook`), and nobody knows how samples are drawn, as with Opacus.
+    Formal guarantee: that of `FastDPOptimizer` for each real step. As with Opacus, steps are recorded
+    only by a hook that you attach (`attach_step_hook`), and the sampling is not known.
     """
 
     stands_for = FastDPOptimizer
@@ -363,7 +370,9 @@ class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
     ) -> None:  # fmt: skip
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
         if generator is not None and secure_mode:
-            raise ArgumentError("Passing seed is prohibited in secure mode: omit generator")
+            raise ArgumentError(
+                "Passing seed is prohibited in secure mode. Omit generator.", doc="secure-mode"
+            )
         if secure_mode:
             require_cipher()
         noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
@@ -389,13 +398,13 @@ class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
 
 
 class DistributedDPOptimizer(DPOptimizer):
-    """opacus.optimizers.DistributedDPOptimizer over `DPDDP(GradSampleModule(model))`: it adds up the
-    sums of all ranks, and noise once.
+    """Replaces opacus.optimizers.DistributedDPOptimizer, over `DPDDP(GradSampleModule(model))`.
 
-    Args, raises and guarantee: as of `DPOptimizer`; B is that of all ranks together.
+    It adds the sums of all ranks, and noise once. Arguments, errors and guarantee are those of
+    `DPOptimizer`; B is the batch size of all ranks together.
     """
 
     _together = True
 
     def reduce_gradients(self) -> None:
-        """Nothing to do: the ranks exchange their sums before noise is added."""
+        """Does nothing: the ranks exchange their sums before noise is added."""

@@ -1,9 +1,9 @@
-"""One pass over a fixed number of samples, captured, and what a capture freezes.
+"""Captures one pass over a fixed number of samples, and checks what a capture freezes.
 
-The first graph is the forward pass, the loss, the backward pass and the squared norms; the second is
-the clipped sums. From norms to scales the engine goes on by itself, over the samples that are there:
-thresholds, counts, groups and noise are not in a graph, and no placeholder sample reaches them. Its
-scale is 0, which leaves it out of every sum whatever its gradient is, NaN included.
+The first graph is the forward pass, the loss, the backward pass and the squared norms. The second is
+the clipped sums. Between them the engine computes scales from norms without a graph, over the real
+samples only: thresholds, counts, groups and noise never see a placeholder sample. The scale of a
+placeholder is 0, which removes it from every sum, whatever its gradient is, NaN included.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from fastclip.samples.subsets import MOST_SAMPLES
 from fastclip.trace.law import generators
 
 # -------------------------------------------------------------------------------------------------
-# What functions of the user's are made of: defaults, closures, globals, and what these hold.
+# The parts of the user's functions: defaults, closures, globals, and the objects in these.
 #
-# A graph does not run them again, so what they would find must be as it was.
+# A graph does not run the functions again, so their parts must not change.
 
 
 _DEEPEST, _LONGEST, _MOST = 4, 256, 4096
-"""So deep, so many of one container and so many in all are watched; the rest is left to proofs."""
+"""Depth, entries per container and objects in all that are watched; `prove_again` covers the rest."""
 _LARGE = 1 << 16
-"""Bytes of an array that is not looked into."""
+"""Bytes from which on an array is not compared."""
 _LIBRARIES = {"torch", "transformers", "numpy", "fastclip", "opacus", *sys.stdlib_module_names}
 
 
 class Reach:
-    """All that some functions and attributes reach, when it was made.
+    """All objects that some functions and attributes reached when it was made.
 
     Args:
-        functions: of the user's. places: attributes of objects, (vars of it, name), with all that they
-            hold. known: objects that somebody else watches.
+        functions: the user's functions. places: attributes of objects as (vars(object), name).
+        known: objects that are watched elsewhere.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Reach:
         self._known = {*map(id, known)}
         objects = [*self._there()]
         self._walked = [k for k, value in enumerate(objects) if [*_parts(value)]]
-        """Numbers of the places whose objects are made of others."""
+        """Indices of the attributes whose objects consist of others."""
         self._held = [*self._read()]
 
     def facts(self) -> Iterator[Facts]:
-        """Which objects these are; of numbers and text, their values."""
+        """The identities of these objects; for numbers and text their values."""
         yield Facts(range(len(self._places[0])), self._there, which)
         yield Facts(range(_MOST), self._read, which)
 
@@ -80,7 +80,7 @@ class Reach:
         return map(dict.get, *self._places)
 
     def generators(self) -> list[Any]:
-        """The states of Python's and NumPy's own generators among it."""
+        """The states of Python's and NumPy's generators among the objects."""
         states = [x.getstate() for x in self._held if isinstance(x, random.Random)]
         numpys = (x for x in self._held if type(x).__module__.startswith("numpy.random"))
         held = (getattr(x, "_bit_generator", getattr(x, "bit_generator", x)) for x in numpys)
@@ -105,7 +105,7 @@ class Reach:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a value is made of; nothing of a library's functions and classes."""
+    """The parts of a value; none for functions and classes of a library."""
     if isinstance(value, FunctionType):
         return () if _is_of_a_library(value) else _of_function(value)
     if isinstance(value, partial):
@@ -148,7 +148,7 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
 
 @lru_cache(maxsize=1024)
 def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of globals, and all names, in a function's code and in that inside it."""
+    """Names of globals, and all names, in a function's code and in nested code."""
     globals_, names = [], [*code.co_names]
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -166,10 +166,10 @@ def _is_of_a_library(value: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What a capture freezes: everything in Python that the device's work of a pass follows from.
+# What a capture freezes: everything in Python that determines the device's work of a pass.
 #
-# A replay asks first whether any of it has changed. What moves from step to step (thresholds,
-# counts, groups, noise, the draw) is not here: it stays outside of the graph.
+# A replay first checks whether any of it has changed. Values that change from step to step
+# (thresholds, counts, groups, noise, the sampled batch) stay outside of the graph.
 
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -180,7 +180,7 @@ _FORWARD, _KIND = attrgetter("forward"), attrgetter("shape", "dtype", "requires_
 class Frozen:
     """The state in which a pass was captured.
 
-    Tensors are held as long as it is, so that no other one can take an address that was seen.
+    It keeps its tensors alive, so no other tensor can get an address that was recorded.
 
     Args:
         model: the private model.
@@ -201,7 +201,7 @@ class Frozen:
         own = (t for m in self._modules for t in (m._parameters, m._buffers))
         self._filled = [table for table in own if table]
         self._tables = [x for *_, x in items if isinstance(x, dict)]
-        """Hooks of each kind, parts, and whatever else is kept so."""
+        """Hooks of each kind, submodules, and other dictionaries."""
         self._held = self._tensors()
         kinds = dict.fromkeys(map(type, self._modules))
         deeper = [
@@ -216,12 +216,12 @@ class Frozen:
         self._snapshot = Snapshot(self._facts())
 
     def changed(self) -> bool:
-        """Something of it is not as it was."""
+        """Whether any part of the state has changed."""
         return bool(self._settings.changed() or self._snapshot.changed())
 
     def _facts(self) -> Iterator[Facts]:
         yield fact("settings of torch", partial(surroundings, self._device))
-        yield fact("looks at the model", lambda: len(self._grad_state.calls.looks))
+        yield fact("dry runs of the model", lambda: len(self._grad_state.calls.looks))
         yield Facts(range(len(self._tables)), partial(map, len, self._tables))
         yield fact("classes", self._kinds)
         yield Facts(range(len(self._plain[0])), partial(map, dict.get, *self._plain))
@@ -248,7 +248,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def surroundings(device: torch.device) -> tuple[Any, ...]:
-    """Settings of torch that operations follow."""
+    """Settings of torch that affect operations."""
     kind, cuda = device.type, torch.backends.cuda.matmul
     return (
         torch.is_autocast_enabled(kind),
@@ -263,21 +263,21 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
 
 
 def check_decided(grad_state: GradientState) -> None:
-    """Refuse a model whose Python code decides anew in every call.
+    """Raise an error for a model whose Python code decides anew in every call.
 
     Raises:
-        GraphError: by values of the batch, or by random numbers.
+        GraphError: the code depends on values of the batch, or on random numbers.
     """
     if any(layout.by_values or layout.by_chance for layout in grad_state.calls.layouts.values()):
         raise GraphError(
-            "Python code of the model decides by values of the batch or by random numbers, which a "
-            "graph would do no more; let tensors decide (torch.where), or make the step without a graph"
+            "Python code of the model depends on values of the batch or on random numbers, and a graph "
+            "would not run it again. Use tensor operations such as torch.where.",
+            doc="compile-and-graphs",
         )
 
 
 def settled(grad_state: GradientState, samples: int) -> bool:
-    """No later batch of up to `samples` samples would be looked at for its distinct samples:
-    replays are not."""
+    """Whether no later batch of up to `samples` samples needs a dry run, which a replay cannot do."""
     known = [layout for layout in grad_state.calls.layouts.values() if layout.known]
     enough = min(MOST_SAMPLES, samples)
     sure = (x.proven or x.flat or x.compared >= enough for x in known)
@@ -289,24 +289,24 @@ def settled(grad_state: GradientState, samples: int) -> bool:
 
 _TOLERANCE = {torch.float64: 1e-9}
 _COARSE = 2e-2
-"""Of coarser losses: kernels may sum in another order. A graph that is wrong is wrong by more."""
+"""Tolerance for other dtypes: kernels may sum in another order. A wrong graph differs by more."""
 
 
 class _Sums(SumsOfOne):
-    """Clipped sums by parameter, of one pass."""
+    """Clipped sums of one pass, per parameter."""
 
     def __init__(self) -> None:
         self.held: dict[nn.Parameter, Tensor] = {}
 
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
-        """As of ClippedSums, shown to nobody."""
+        """As in ClippedSums, but not visible on parameters."""
         before = self.held.get(parameter)
         clipped = clipped.reshape(-1)
         self.held[parameter] = clipped if before is None else before + clipped
 
 
 class _Rehearsed:
-    """A pass that contributes nothing: its losses, its norms, and itself."""
+    """A pass that contributes nothing, with its losses and norms."""
 
     def __init__(self, grad_state: GradientState, run: Callable[[], Tensor]) -> None:
         self.grad_state = grad_state
@@ -319,8 +319,9 @@ class _Rehearsed:
             grad_state.caught = None
         if len(self._caught) != 1:
             raise GraphError(
-                "the losses expect to be computed from what the private model returns, but no "
-                "gradient has reached it; return the losses of the model's output, one a row"
+                "No gradient of the losses reached the output of the private model. Return the losses "
+                "of that output, one per sample.",
+                doc="compile-and-graphs",
             )
         self.current, self.factor = self._caught[0]
         self.calls = len(self.current.forwards)
@@ -330,18 +331,18 @@ class _Rehearsed:
         self.norm_sq = current.norms(factor, self.grad_state.names)
 
     def layers(self) -> Tensor | None:
-        """Which parameters took part, for thresholds by layer."""
+        """Which parameters took part, for thresholds per layer."""
         if not self.grad_state.clipping.strategy.threshold.per_layer:
             return None
         return self.current.places(self.grad_state.names, self.norm_sq.device)
 
     def sums(self, factors: Tensor) -> tuple[list[tuple[nn.Parameter, ...]], list[Tensor]]:
-        """Clipped sums given the factors: parameters of each type, and their sums end to end."""
+        """Clipped sums for these factors: parameters of each dtype, and their concatenated sums."""
         sums: Any = _Sums()
         with arithmetic(self.grad_state.names), ops.looked_at(factors):
             self.current.sum_into(sums, factors)
             kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-            for parameter in self.grad_state.names:  # in one order, whichever layers are bare
+            for parameter in self.grad_state.names:  # in the same order, whichever layers are bare
                 if (total := sums.held.get(parameter)) is not None:
                     kinds.setdefault(total.dtype, []).append(parameter)
             flat = [torch.cat([sums.held[p] for p in held]) for held in kinds.values()]
@@ -352,15 +353,15 @@ class Recording:
     """A captured pass.
 
     Args:
-        recorder: captures.
+        recorder: captures the pass.
         grad_state: the model's gradient state.
-        run: the pass over `inputs`, whose samples are there already; returns the losses of the samples.
+        run: the pass over `inputs`, which hold samples already; returns one loss per sample.
         inputs: the tensors that the graph reads.
-        frozen: makes the state to be captured in.
+        frozen: makes the `Frozen` state of the capture.
 
     Raises:
-        GraphError: the pass cannot be captured, or a replay does not do what the pass does. Nothing
-            has been counted or summed.
+        GraphError: the pass cannot be captured, or a replay differs from the pass. Nothing has been
+            counted or summed.
     """
 
     def __init__(
@@ -381,9 +382,9 @@ class Recording:
             raise
         except RuntimeError as error:
             raise GraphError(
-                f"this pass cannot be {recorder.what} ({str(error).splitlines()[0]}); let the model "
-                "and the loss neither wait for the device nor draw from generators of their own, or "
-                f"pass {recorder.without}"
+                f"The pass cannot be {recorder.what} ({str(error).splitlines()[0]}). Remove this "
+                f"operation from the model and the loss, or pass {recorder.without}.",
+                doc="compile-and-graphs",
             ) from error
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -394,8 +395,8 @@ class Recording:
 
     def _record(self, frozen: Callable[[], Frozen]) -> None:
         recorder = self._recorder
-        # The first compiles and tunes kernels and fills caches; the second shows what never rests, the
-        # third what waits for the device.
+        # The first run compiles and tunes kernels and fills caches. The second shows what changes in
+        # every run, the third what waits for the device.
         recorder.warm_up(self._rehearse)
         self.frozen = frozen()
         by_python = generators(), self.frozen.reach.generators()
@@ -406,22 +407,24 @@ class Recording:
         self._check_rests()
         if (generators(), self.frozen.reach.generators()) != by_python:
             raise GraphError(
-                "Python code of the model or of the loss draws random numbers, which a graph would draw "
-                f"no more; let torch draw them, or pass {self._without}"
+                "Python code of the model or the loss draws random numbers, which a graph would not "
+                f"draw again. Draw them with torch, or pass {self._without}.",
+                doc="compile-and-graphs",
             )
         self._prove()
         self._check_rests()
 
     def changed(self) -> bool:
-        """Something that it was captured with is not as it was."""
+        """Whether anything that it was captured with has changed."""
         moved = self._first.has_moved() or self._second.has_moved()
         return moved or self.frozen.changed()
 
     def _check_rests(self) -> None:
         if self.frozen.changed():
             raise GraphError(
-                "the model changes its attributes, buffers or parts while it runs, which a replay "
-                f"would not do; keep what counts calls out of the model, or pass {self._without}"
+                "The model changes its attributes, buffers or submodules while it runs, which a replay "
+                f"would not do. Keep call counters out of the model, or pass {self._without}.",
+                doc="compile-and-graphs",
             )
 
     def _rehearse(self) -> _Rehearsed:
@@ -445,20 +448,20 @@ class Recording:
         self._first, rehearsed = self._recorder.capture(first)
         self._factor, self._calls = rehearsed.factor, rehearsed.calls
         self._layers = rehearsed.layers()
-        self._whose = [*self._grad_state.names][:1]  # all lie on one device
+        self._first_parameter = [*self._grad_state.names][:1]  # all lie on one device
         self._factors = self._no_factors(rehearsed.norm_sq)
         sums = partial(rehearsed.sums, self._factors)
         self._second, self._kinds = self._recorder.capture(sums)
 
     def _prove(self) -> None:
-        """Other samples than were captured, and other weights, by both ways."""
+        """Compare replay and pass on other samples and other weights than the captured ones."""
         for x in self.inputs:
             x.copy_(x.roll(1, 0))
         with _stirred(self._grad_state.names):
             self._compare()
 
     def _compare(self) -> None:
-        """Hold a replay against the pass itself, on the samples in `inputs`.
+        """Compare a replay with the pass itself, on the samples in `inputs`.
 
         Raises:
             GraphError: they differ.
@@ -480,15 +483,16 @@ class Recording:
         same = kinds == self._kinds and len(found) == len(wanted)
         if not same or not all(map(_close, found, wanted, repeat(tolerance))):
             raise GraphError(
-                "a replay of this pass does not give what the pass gives on the same rows, so Python "
-                f"code of the model or of the loss decides what is computed; pass {self._without}"
+                "A replay of the pass gives other results than the pass on the same samples, because "
+                f"Python code decides what is computed. Pass {self._without}.",
+                doc="compile-and-graphs",
             )
 
     def prove_again(self) -> None:
-        """Where that costs no wait for a device: hold every 2nd, 4th, 8th, ... replay against the pass.
+        """Compare every 2nd, 4th, 8th, ... replay with the pass, unless this waits for the device.
 
         Raises:
-            GraphError: they differ; nothing has been counted or summed.
+            GraphError: they differ. Nothing has been counted or summed.
         """
         self._replays += 1
         if self._recorder.waits or self._replays & (self._replays - 1) or self._replays < 2:
@@ -501,36 +505,36 @@ class Recording:
             self._recorder.set_random_state(state)
 
     def contribute(self, samples: int) -> Tensor:
-        """Replay over the samples in `inputs`, of which the first `samples` are real; their losses."""
+        """Replay over `inputs`, of which the first `samples` are real; returns their losses."""
         grad_state = self._grad_state
         grad_state.batch.begin_pass()
-        with arithmetic(self._whose):
+        with arithmetic(self._first_parameter):
             losses, norm_sq = self._first.replay()
             try:
-                drawn = grad_state.batch.find(samples)
+                sampled = grad_state.batch.find(samples)
                 norm_sq = norm_sq[:, :samples]
                 grad_state.contribute(
-                    norm_sq, self._layers, drawn, samples, self._calls, self._write
+                    norm_sq, self._layers, sampled, samples, self._calls, self._write
                 )
             finally:
                 self._first.let_go()
         return losses[:samples]
 
     def _write(self, scales: Tensor) -> None:
-        """Sums of the pass, given the scales of its real samples; all others have 0."""
+        """Add the sums of the pass, for the scales of its real samples; all others have 0."""
         self._factors.zero_()
         self._factors[..., : scales.shape[-1]] = scales * self._factor
         for parameters, flat in zip(self._kinds, self._second.replay(), strict=True):
             own = flat if self._second.fresh else flat.clone()
             parts = own.split([parameter.numel() for parameter in parameters])
             shaped = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-            # `data` has a version of its own, so that no part need be copied again.
+            # `data` has its own version counter, so no part needs another copy.
             self._grad_state.sums.add_all(parameters, [x.data for x in shaped])
 
 
 @contextmanager
 def _stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Other weights inside: what was computed of the captured pass' weights alone shows."""
+    """A context with other weights, which exposes values computed once from the captured weights."""
     held = [p.detach() for p in parameters if p.requires_grad]
     before = [x.clone() for x in held]
     try:
@@ -544,7 +548,7 @@ def _stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Equal up to rounding, NaN and inf in the same places."""
+    """Whether they are equal up to rounding, with NaN and inf at the same positions."""
     finite = expected.isfinite()
     if found.shape != expected.shape or not bool((found.isfinite() == finite).all()):
         return False

@@ -1,7 +1,7 @@
-"""Before training: what will be trained, what is slow, and which traps a set-up shows.
+"""Explains a set-up before training: trained layers, slow layers, errors and traps.
 
-Nothing here looks at data or changes the model: layers are matched with their rules on a copy without
-memory (the meta device).
+It reads no data and does not change the model. Layers are matched with their rules on a copy without
+memory (on the meta device).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BROADCAST = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 @dataclass(frozen=True)
 class Setup:
-    """What an explanation is asked about: the arguments of make_private that matter for traps."""
+    """The arguments of make_private that an explanation checks."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -51,10 +51,10 @@ class Setup:
     """poisson_sampling, sample_rate, expected_batch_size, unit_ids, ..."""
 
     def design(self) -> SamplingDesign:
-        """How its rows would be drawn.
+        """The sampling design.
 
         Raises:
-            ArgumentError, ArgumentTypeError: they would not.
+            ArgumentError, ArgumentTypeError: make_private would raise the same.
         """
         assert self.data_loader is not None
         request = Request(**self.sampling)
@@ -63,7 +63,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `engine.explain` found; `print` it."""
+    """The result of `engine.explain`; `print` it."""
 
     rows: tuple[PlanRow, ...]
     """The layers that are trained, with their rules."""
@@ -72,11 +72,11 @@ class Explanation:
     frozen: dict[str, int]
     """Paths of frozen layers, and their parameters."""
     refused: tuple[str, ...]
-    """Why make_private would refuse, one sentence each; or why that cannot be told."""
+    """Errors that make_private would raise, or the reason why the model could not be checked."""
     traps: tuple[str, ...]
-    """What would be trained, but not as one might think."""
+    """Settings that train differently than you might expect."""
     looks: tuple[str, ...] = ()
-    """What it costs to find the samples in the batch that was given."""
+    """The cost of the dry run that finds the samples in the given batch."""
 
     @property
     def slow(self) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class Explanation:
         lines += [f"  {row.path or '(root)':<{width}}  {row.rule}" for row in self.rows]
         lines.append(f"frozen: {frozen:,} parameters in {_layers(len(self.frozen))}, at no cost")
         sections = {
-            "slow (no rule of their own: their forward is computed again, sample by sample)": self.slow,
+            "slow (no layer rule, so the forward pass is recomputed per sample)": self.slow,
             "refused": self.refused,
             "traps": self.traps,
         }
@@ -105,22 +105,26 @@ def _layers(count: int) -> str:
 
 
 def explain(setup: Setup) -> Explanation:
-    """Look at a set-up; see `FastPrivacyEngine.explain`.
+    """Explains a set-up; see `FastPrivacyEngine.explain`.
 
     Raises:
-        ArgumentError: for a model that is private, or spread over ranks, already.
+        ArgumentError: the model is private or sharded already.
     """
     if any(ATTRIBUTE in module.__dict__ for module in setup.module.modules()):
         raise ArgumentError(
-            "explain expects the model before make_private; engine.plan() shows a private one's layers"
+            "module expects the model before make_private, got a private one. Call engine.plan() to see "
+            "its layers.",
+            doc="wrapped-model",
         )
-    check_whole(setup.module, "explain looks at copies of its modules; call it before fully_shard")
-    owned = _optimized(setup)
-    trained = {p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in owned}
+    check_whole(setup.module, "Call explain before fully_shard.")
+    optimized = _optimized(setup)
+    trained = {
+        p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in optimized
+    }
     rows, refused = _dry_run(setup.module, set(trained.values()))
     looks: tuple[str, ...] = ()
     if setup.batch is not None and not refused:
-        rows, looks, refused = _look(setup, set(trained.values()))
+        rows, looks, refused = _run_batch(setup, set(trained.values()))
     refused = (*_errors_around(setup), *refused)
     frozen = {}
     for path, module in setup.module.named_modules():
@@ -128,7 +132,12 @@ def explain(setup: Setup) -> Explanation:
         if still:
             frozen[path] = sum(_size(p) for p in still)
     return Explanation(
-        rows, sum(_size(p) for p in trained), frozen, refused, tuple(_traps(setup, owned)), looks
+        rows,
+        sum(_size(p) for p in trained),
+        frozen,
+        refused,
+        tuple(_traps(setup, optimized)),
+        looks,
     )
 
 
@@ -143,7 +152,7 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def _errors_around(setup: Setup) -> Iterator[str]:
-    """What make_private would refuse for other reasons than the model's layers."""
+    """Errors of make_private that do not concern the model's layers."""
     checks: list[Callable[[], Any]] = [lambda: check_set_up(setup.module)]
     if setup.optimizer is not None:
         checks.append(lambda: check_inner_step(setup.optimizer))
@@ -161,11 +170,11 @@ def _errors_around(setup: Setup) -> Iterator[str]:
 
 
 def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """The layers' rules, and what make_private would refuse."""
+    """The layers' rules, and the errors of make_private."""
     refused = []
     if not model.training:
         refused.append(
-            "the model is in eval mode, and make_private expects training mode: model.train()"
+            "The model is in eval mode, and make_private expects training mode. Call model.train()."
         )
     for path, module in model.named_modules():
         alone = copy.copy(module)
@@ -185,7 +194,7 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
         bare = copy.deepcopy(model, memo)
         check_copied(bare)
     except Exception as error:
-        return (), (f"the model cannot be copied, so its layers were not looked at: {error}",)
+        return (), (f"The model cannot be copied, so its layers were not checked. {error}",)
     names = {p: n for n, p in bare.named_parameters() if n in trained}
     for p in bare.parameters():
         p.requires_grad_(p in names)
@@ -197,10 +206,10 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
     return grad_state.plan_log.plan().rows, tuple(refused)
 
 
-def _look(
+def _run_batch(
     setup: Setup, trained: set[str]
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...], tuple[str, ...]]:
-    """The rules of layers and uses, what the look costs, what is refused; of a copy of the model."""
+    """Rules of layers and uses, cost of the dry run, and errors; from a copy of the model."""
     model = copy.deepcopy(setup.module)
     names = {p: n for n, p in model.named_parameters() if n in trained}
     for p in model.parameters():
@@ -223,22 +232,23 @@ def _look(
     return plan.rows, tuple(plan.looks), tuple(refused)
 
 
-def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
-    missing = [n for n, p in setup.module.named_parameters() if p.requires_grad and p not in owned]
+def _traps(setup: Setup, optimized: set[nn.Parameter]) -> Iterator[str]:
+    named = setup.module.named_parameters()
+    missing = [n for n, p in named if p.requires_grad and p not in optimized]
     if missing:
         yield untrained(missing)
     if not setup.secure_mode:
         yield (
-            "noise comes from a generator that can be seeded: fine for experiments; use "
-            "FastPrivacyEngine(secure_mode=True) for a model that leaves your hands"
+            "Noise comes from a generator that can be seeded, which is fine for experiments. Use "
+            "FastPrivacyEngine(secure_mode=True) for a model that you release."
         )
     if setup.data_loader is not None:
-        yield from _paired_rows(setup, setup.data_loader)
+        yield from _broadcast_targets(setup, setup.data_loader)
         yield from _loader_traps(setup, setup.data_loader)
 
 
-def _paired_rows(setup: Setup, loader: DataLoader) -> Iterator[str]:
-    """Outputs [b, 1] beside targets [b], as far as shapes tell: no row is looked at."""
+def _broadcast_targets(setup: Setup, loader: DataLoader) -> Iterator[str]:
+    """Outputs [b, 1] with targets [b], as far as shapes show. No sample is read."""
     tensors: Any = getattr(loader.dataset, "tensors", ())
     layers = [layer for layer in setup.module.modules() if isinstance(layer, nn.Linear)]
     if not layers or layers[-1].out_features != 1 or len(tensors) < 2:
@@ -247,9 +257,9 @@ def _paired_rows(setup: Setup, loader: DataLoader) -> Iterator[str]:
     broadcasts = setup.criterion is None or isinstance(setup.criterion, _BROADCAST)
     if broadcasts and target.dim() == 1 and target.is_floating_point():
         yield (
-            "the model's outputs are [b, 1] and the targets [b]: mse_loss, l1_loss and huber_loss, or a "
-            "difference, pair every row with every other's target, so that its gradient depends on the "
-            "others and the guarantee does not hold; take model(x).squeeze(1), or targets of [b, 1]"
+            "The model's outputs are [b, 1] and the targets [b], so mse_loss, l1_loss, huber_loss or a "
+            "difference compare each sample with every target, and the guarantee does not hold. Use "
+            "model(x).squeeze(1), or targets of [b, 1]."
         )
 
 
@@ -257,35 +267,36 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
     try:
         design = setup.design()
     except FastclipError:
-        return  # told among what is refused
-    n, unit, B = design.units, design.unit, design.expected_batch_size
+        return  # its error is listed already
+    n, B = design.units, design.expected_batch_size
+    unit = "sample" if design.unit == "row" else design.unit
     if setup.delta is not None and n and setup.delta > 1 / n:
         yield (
-            f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}: a mechanism that publishes "
-            f"a random patient's {unit} outright would satisfy it; choose delta well below 1 / N"
+            f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}, which allows a mechanism to "
+            f"publish one random {unit}. Choose delta well below 1 / N."
         )
     if not design.public and n:
         yield (
-            f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}: epsilon "
-            f"takes N for public, and protects what a {unit} holds, not whether it is there; pass "
-            "sample_rate= and expected_batch_size= that do not depend on the data to protect both"
+            f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}, so "
+            f"epsilon treats N as public and protects what a {unit} holds, not whether it is there. "
+            "Pass sample_rate= and expected_batch_size= that do not depend on the data to protect both."
         )
     if not setup.sampling.get("poisson_sampling", True):
         yield (
-            "poisson_sampling=False: every row is in every pass, so that sampling protects nobody: a "
-            "pass is accounted as one step of q = 1, and epsilon is far larger; omit it"
+            "poisson_sampling=False puts every sample in every pass, so sampling protects nobody. A "
+            "pass is accounted as one step of q = 1, and epsilon is far larger. Omit it."
         )
         size = loader.batch_size
         if size and n % size and not loader.drop_last:
             yield (
-                f"the last batch has {n % size} rows, but its sum is divided by the expected "
-                f"{B:g} like any other; drop_last=True leaves it out"
+                f"The last batch has {n % size} samples, but its sum is divided by the expected "
+                f"{B:g} like any other. Pass drop_last=True to leave it out."
             )
         return
     if loader.drop_last:
-        yield "drop_last=True has no meaning under Poisson sampling, whose batches vary in size"
-    if loader.batch_size and unit == "row" and loader.batch_size != B:
+        yield "drop_last=True has no effect under Poisson sampling, where batches vary in size."
+    if loader.batch_size and unit == "sample" and loader.batch_size != B:
         yield (
-            f"the expected batch size is {B:g}, not {loader.batch_size}: {n} rows drawn at "
-            f"q = {design.rate:.4g}"
+            f"The expected batch size is {B:g}, not {loader.batch_size}, because {n} samples are drawn "
+            f"at q = {design.rate:.4g}."
         )

@@ -1,4 +1,4 @@
-"""What happens around a module's forward: the root opens the pass; raw parameters are expanded."""
+"""Code around a module's forward: opens the pass at the root, and follows samples in parts."""
 
 from __future__ import annotations
 
@@ -22,36 +22,33 @@ from fastclip.core.torch_names import current_task
 from fastclip.distributed.ranks import whole
 from fastclip.engine.interception import ATTRIBUTE, LayerHook
 from fastclip.engine.own_forward import check_given, eagerly, enter, follow, has_more, left
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, see
 from fastclip.rules.recurrent import sorted_by
 from fastclip.rules.routing import Routing
 from fastclip.samples.calls import FORWARD, Entered, Forward
 from fastclip.samples.inputs import tensors_of
 
-_NO_SAMPLES = "the batch has no rows, as Poisson draws have none at times: "
-_PLACEHOLDER = (
-    "pass rand_on_empty=True to make_private, which makes such a batch a placeholder row that "
-    "contributes nothing"
-)
-_TAKEN = "let the forward pass take 0 rows, x.flatten(1) where it was x.view(len(x), -1)"
+_NO_SAMPLES = "The batch has no samples, which Poisson sampling allows"
+_PLACEHOLDER = "Pass rand_on_empty=True to make_private"
+_TAKEN = "let forward accept 0 samples, with x.flatten(1) instead of x.view(len(x), -1)"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
-def _tell(error: BaseException | None, samples: int | None) -> None:
-    """Add the way out to what a forward pass over no samples has raised."""
+def _explain(error: BaseException | None, samples: int | None) -> None:
+    """Add the suggested fix to an error that a forward pass over no samples has raised."""
     plain = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError)
     if error is not None and plain and samples == 0 and len(error.args) == 1:
         library = _library(error)
-        ways = (
-            f"{_PLACEHOLDER}, for {library} takes no 0 rows"
+        fix = (
+            f", and {library} does not accept it. {_PLACEHOLDER}."
             if library
-            else f"{_TAKEN}, or {_PLACEHOLDER}"
+            else f". {_PLACEHOLDER}, or {_TAKEN}."
         )
-        error.args = (f"{error} ({_NO_SAMPLES}{ways})",)
+        error.args = (see(f"{str(error).rstrip('.')}. {_NO_SAMPLES}{fix}", "sampling"),)
 
 
 def _library(error: BaseException) -> str:
-    """Whose installed code has failed, inside of which torch's or not; empty where it is a script's."""
+    """The installed library that raised the error, other than torch; empty for a script's own code."""
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -61,18 +58,20 @@ def _library(error: BaseException) -> str:
 
 
 @contextmanager
-def _way_out(samples: int | None) -> Iterator[None]:
+def _explained(samples: int | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever the model raises
-        _tell(error, samples)
+        _explain(error, samples)
         raise
 
 
 @pass_over
 def call_root(model: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Call a model whose forward may be private. What code of the user's does to its inputs before they
-    reach forward is a part of that."""
+    """Call a model whose forward may be private.
+
+    Code of the user's that changes the inputs before forward is a part of the call.
+    """
     handle = model.__dict__.get(ATTRIBUTE)
     if handle is None or not has_more(model):
         return model(*args, **kwargs)
@@ -81,10 +80,10 @@ def call_root(model: nn.Module, args: tuple, kwargs: dict) -> Any:
 
 
 class RootForwardWrapper:
-    """The model's own forward: finds the batch size, and opens the pass where gradients come in.
+    """Wraps the model's own forward: finds the batch size, and opens the pass at the output's gradient.
 
     Args:
-        whole: what runs around forward is watched, too.
+        whole: code that runs around forward is tracked too.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -102,7 +101,7 @@ class RootForwardWrapper:
     def enter(
         self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> RootCall:
-        """Everything before the model's forward; on its first training call, `inner` is probed."""
+        """Run everything before the model's forward; the first training call probes `inner`."""
         trace = handle.grad_state.trace
         try:
             with trace.aside():
@@ -119,14 +118,14 @@ class RootForwardWrapper:
             return RootCall(args, kwargs)
         outermost, alone = not grad_state.depth and torch.is_grad_enabled(), False
         if outermost and current_task() != -1:
-            # without a pass nodes that were made while the model was paused may ask for their tensors
+            # outside a pass, nodes made while the model was paused may ask for their tensors
             if not (grad_state.running or grad_state.paused or fills_a_checkpoint()):
                 raise GraphError(
-                    "the whole private model is recomputed inside a backward pass of its own "
-                    "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
-                    "checkpoint parts of the model"
+                    "A reentrant checkpoint around the whole private model runs a second backward pass. "
+                    "Use checkpoint(model, ..., use_reentrant=False).",
+                    doc="second-backward",
                 )
-            # a recomputation: what it adds belongs to the running pass, if there is one
+            # a recomputation: its records belong to the running pass, if there is one
             outermost, alone = False, not grad_state.running
         layout = grad_state.calls.layout_of(FORWARD)
         followed = partial(_followed, grad_state, inner)
@@ -138,7 +137,7 @@ class RootForwardWrapper:
             due = grad_state.calls.due(layout, called)
             with whole(grad_state.clipping.ranks, due):
                 if due:
-                    with _way_out(layout.batch_size(args, kwargs)):
+                    with _explained(layout.batch_size(args, kwargs)):
                         grad_state.calls.learn(layout, called)
             arm(grad_state)
             if layout.by_values:
@@ -166,7 +165,7 @@ class RootForwardWrapper:
 def _both(
     inside: AbstractContextManager[Forward], noticing: AbstractContextManager[Any]
 ) -> Iterator[Forward]:
-    """A recomputation outside any pass, in which parameters notice their uses as they did at first."""
+    """A recomputation outside any pass, where parameters record their uses as in the first run."""
     with inside as forward, noticing:
         yield forward
 
@@ -176,9 +175,9 @@ def _followed(grad_state: GradientState, inner: Callable, *args: Any, **kwargs: 
 
 
 class RootCall:
-    """One call of the model's own forward; without a gradient state it is only passed on.
+    """One call of the model's own forward; without a gradient state it only passes the call on.
 
-    Its methods stay outside the code that torch.compile makes of the model.
+    torch.compile does not trace its methods.
     """
 
     def __init__(
@@ -191,9 +190,9 @@ class RootCall:
         self._forward = self._inside.__enter__()
         self._routing: Routing | None = None
         self._graphs: int | None = None
-        """Graphs of torch.compile's as the model's forward began, where it may make one."""
+        """Number of torch.compile's graphs before the model's forward, if it may make one."""
         self.eager = False
-        """Parameters are used in the model's own code, which must not be compiled."""
+        """The model's own code uses parameters and must not be compiled."""
         if grad_state is not None and called is not None:
             layout = self._forward.layout
             grad_state.calls.begin(called, layout.proxied if layout is not None else ())
@@ -208,7 +207,7 @@ class RootCall:
 
     @disable_dynamo
     def may_be_traced(self) -> bool:
-        """Torch.compile may trace the model's forward this time."""
+        """Whether torch.compile may trace the model's forward in this call."""
         if self._grad_state is None or self._called is None:
             return True
         self._graphs = graphs_made()
@@ -223,13 +222,12 @@ class RootCall:
 
     @disable_dynamo
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """The model's forward has returned, or failed; of a batch without samples the way out is
-        told."""
+        """End the model's forward. For an error on an empty batch, add the suggested fix."""
         if self._called is not None:
             self._called.ran()
             if self._grad_state is not None:
                 self._grad_state.bare.end()
-        _tell(error, self._forward.batch_size)
+        _explain(error, self._forward.batch_size)
         if self._called is not None:
             if error is not None and self._grad_state is not None:
                 self._grad_state.trace.end()
@@ -244,7 +242,7 @@ class RootCall:
 
     @disable_dynamo
     def opening(self, out: Any) -> Any:
-        """The model's output, whose gradient opens the backward pass."""
+        """Hook the model's output so that its gradient opens the backward pass, and return it."""
         if self._routing is not None:
             out = left("", self._forward, self._routing, out)
         if (
@@ -273,7 +271,7 @@ class RootCall:
 
 
 class PartForwardWrapper:
-    """A part of the model with parameters of its own: a script may call it by itself."""
+    """Wraps a part of the model with its own parameters, which a script may call by itself."""
 
     def run(
         self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
@@ -288,7 +286,7 @@ class PartForwardWrapper:
 
 
 class RecurrentForwardWrapper:
-    """Opacus' recurrent layers: the samples of a PackedSequence are samples sorted by length."""
+    """Wraps Opacus' recurrent layers: a PackedSequence holds samples sorted by length."""
 
     def run(
         self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
@@ -297,7 +295,7 @@ class RecurrentForwardWrapper:
         grad_state = handle.grad_state
         if not isinstance(x, PackedSequence):
             return inner(*args, **kwargs)
-        if grad_state.calls.probe:  # its samples are sorted by length, and `sample_order` says how
+        if grad_state.calls.probe:  # samples are sorted by length, in the order of `sample_order`
             outside, grad_state.calls.probe.trusted = grad_state.calls.probe.trusted, True
             try:
                 return inner(*args, **kwargs)
@@ -319,7 +317,7 @@ class RecurrentForwardWrapper:
 
 
 class SortedForwardWrapper:
-    """torch's recurrent layers: how the samples of a PackedSequence were sorted is known out here."""
+    """Wraps torch's recurrent layers, and records how the samples of a PackedSequence are sorted."""
 
     def run(
         self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict

@@ -1,4 +1,4 @@
-"""A pass as a graph: recorded as CUDA graphs, or traced and compiled whole."""
+"""Graphs of a pass: recorded as CUDA graphs, or traced and compiled whole."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from fastclip.ops import library  # noqa: F401 - says what operations are in a g
 
 T = TypeVar("T")
 _WAITED = "called a synchronizing CUDA operation"
-"""What torch says of one under `set_sync_debug_mode`."""
+"""torch's warning about such an operation under `set_sync_debug_mode`."""
 
 
 class Replayed(Protocol):
-    """Operations that were captured.
+    """Captured operations.
 
     Attributes:
-        fresh: what a replay returns is memory of its own.
+        fresh: each replay returns new memory.
     """
 
     fresh: bool
 
     def replay(self) -> list[Tensor]:
-        """Run them again; what they are to return."""
+        """Run them again and return their results."""
 
     def let_go(self) -> None:
-        """Nothing runs on what the last replay has left for others."""
+        """Drop what the last replay has left for later graphs."""
 
     def has_moved(self) -> bool:
-        """A tensor that it reads, and no capture has made, lies elsewhere than it did."""
+        """Whether a tensor that it reads, and no capture has made, has moved in memory."""
 
 
 class Recorder(Protocol):
     """Captures operations of one device.
 
     Attributes:
-        what: it makes of a pass, for messages. without: the argument of make_step that makes none.
-        waits: to look at results is to wait for the device.
+        what: what it does to a pass, for messages. without: the argument of make_step that disables it.
+        waits: reading results waits for the device.
     """
 
     what: str
@@ -66,27 +66,27 @@ class Recorder(Protocol):
     waits: bool
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run `work` where captures run, without capturing it, if that is to be done before."""
+        """Run `work` once before the capture, where captures run, without capturing it."""
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """The same, of work that is to be captured.
+        """Run `work` once more, exactly as it will be captured.
 
         Raises:
             RuntimeError: it waits for the device, which would break a capture.
         """
 
     def capture(self, work: Callable[[], tuple[T, list[Tensor]]]) -> tuple[Replayed, T]:
-        """Capture the operations of `work`, which says what its replays are to return."""
+        """Capture the operations of `work`, which returns a result and the outputs of replays."""
 
     def random_state(self) -> Tensor:
-        """Of the generator that captured operations draw from."""
+        """The state of the generator that captured operations draw from."""
 
     def set_random_state(self, state: Tensor) -> None:
-        """Draw from this state on."""
+        """Set the state of this generator."""
 
 
 class CudaRecorder:
-    """CUDA graphs of one pool of memory, to be replayed in the order in which they were captured."""
+    """Captures CUDA graphs in one memory pool. They must be replayed in the order of their capture."""
 
     what, without = "captured as a CUDA graph", "cuda_graph=False"
     waits = True
@@ -97,7 +97,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """On the stream of the captures, as PyTorch asks before one."""
+        """Run `work` on the stream of the captures, as PyTorch requires before a capture."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -108,7 +108,7 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """Likewise, where it is noted what waits: a capture that broke there could not be undone."""
+        """Run `work` likewise and detect waits, which would break a capture beyond repair."""
 
         def noted() -> None:
             with _noted_waits() as waits:
@@ -119,7 +119,7 @@ class CudaRecorder:
         self.warm_up(noted)
 
     def capture(self, work: Callable[[], tuple[T, list[Tensor]]]) -> tuple[Replayed, T]:
-        """One graph; threads that load data may go on meanwhile."""
+        """Capture one graph. Threads that load data may continue meanwhile."""
         graph: Any = torch.cuda.CUDAGraph()
         options: dict[str, Any] = {"capture_error_mode": "thread_local"}
         current = torch.cuda.current_stream(self._device)
@@ -135,33 +135,35 @@ class CudaRecorder:
         return _CudaGraph(graph, tensors), out
 
     def _let_go(self, current: torch.cuda.Stream) -> None:
-        """A capture that broke leaves its stream, its pool and, before torch 2.13, the generator as they
-        were inside: nothing could be drawn on this device any more."""
+        """Restore stream, pool and generator after a failed capture.
+
+        Before torch 2.13 the generator would stay in capture mode, and could not be used any more.
+        """
         torch.cuda.set_stream(current)
         with suppress(RuntimeError):  # it has ended
             end_of_pool(self._device.index, self._pool)
-        # What broke it is told, not what may break here; the end of this one is the generator's.
+        # The first error is raised, not one from here. The end of this capture resets the generator.
         with suppress(RuntimeError), torch.cuda.device(self._device):
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 torch.zeros(1, dtype=torch.float32, device=self._device)
 
     def random_state(self) -> Tensor:
-        """Of CUDA's default generator, the only one that a graph may draw from."""
+        """The state of CUDA's default generator, the only one that a graph may draw from."""
         return random_state(self._device)
 
     def set_random_state(self, state: Tensor) -> None:
-        """Draw from this state on."""
+        """Set the state of CUDA's default generator."""
         set_random_state(self._device, state)
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Of the default generator of a device."""
+    """The state of the default generator of a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Its default generator draws from this state on."""
+    """Set the state of the default generator of a device."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
@@ -169,7 +171,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 class _CudaGraph:
-    """A CUDA graph, which writes to the same memory each time."""
+    """A CUDA graph, which writes to the same memory in every replay."""
 
     fresh = False
 
@@ -181,16 +183,16 @@ class _CudaGraph:
         return self._tensors
 
     def let_go(self) -> None:
-        """The memory is the graph's."""
+        """Does nothing: the memory belongs to the graph."""
 
     def has_moved(self) -> bool:
-        """Not known here."""
+        """False: a CUDA graph does not know."""
         return False
 
 
 @contextmanager
 def _noted_waits() -> Iterator[list[Any]]:
-    """What this thread says of operations that wait for a device; others may wait, and say nothing."""
+    """Warnings about operations of this thread that wait for a device; other threads may wait."""
     found: list[Any] = []
     here, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -212,26 +214,26 @@ def _noted_waits() -> Iterator[list[Any]]:
 
 
 def recorder_of(device: torch.device) -> Callable[[torch.device], Recorder] | None:
-    """What captures on such a device; None where nothing can."""
+    """The recorder for a device; None if it has no graphs."""
     return CudaRecorder if device.type == "cuda" else None
 
 
 # -------------------------------------------------------------------------------------------------
 # Work that is traced once, as graphs of aten operators, and compiled whole.
 #
-# A graph reads parameters, buffers and all else that it has not made where they lie, in every run.
-# It is compiled when it first runs: until then later graphs may ask for what it makes on the way.
+# In every run a graph reads parameters, buffers and other tensors that it has not made in place. It is
+# compiled when it first runs. Until then later graphs may use its intermediate results.
 
 
 Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
-"""Makes of a graph, and of inputs like those that it will get, a function of such inputs."""
+"""Compiles a graph, with example inputs, into a function of such inputs."""
 _KIND = attrgetter("shape", "dtype")
 _OPERANDS = (
     Tensor, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
 _READ = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Of operators whose result Python reads, or whose result's shape follows from values."""
+"""Tags of operators whose result Python reads, or whose output shape depends on values."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +244,11 @@ class _Value:
 
 
 class TracedGraph(TorchDispatchMode):
-    """Operators in the order in which they are called while it is entered.
+    """Records operators in the order of their calls while it is entered.
 
     Args:
-        compiler: of the graph. earlier: graphs that run before it, each time. random_state: of the
-            generator that operators draw from.
+        compiler: compiles the graph. earlier: graphs that run before it every time.
+        random_state: returns the state of the generator that operators draw from.
     """
 
     hears = fresh = is_graph = True
@@ -260,18 +262,18 @@ class TracedGraph(TorchDispatchMode):
         self._values: Any = WeakTensorKeyDictionary()
         self._count = 0
         self._sources: dict[int, Tensor | Callable[[], Tensor]] = {}
-        """The values that it has not made, or what gives them in a run."""
+        """Inputs of the graph, or functions that give them in a run."""
         self._lent: set[int] = set()
-        """Where in memory these lie, as far as no graph makes them."""
+        """Memory addresses of inputs that no graph makes."""
         self._originals: list[Tensor] = []
         self._addresses: list[int] = []
-        """These themselves, and where they lay."""
+        """These inputs, and their addresses when traced."""
         self._lies: dict[int, int] = {}
-        """Where in memory values lay when they were made."""
+        """Memory addresses of values when they were made."""
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._returned: list[int] = []
         self._own = 0
-        """So many of these are returned, the rest are handed to later graphs."""
+        """Number of these that a run returns; the rest goes to later graphs."""
         self._handed: dict[int, Tensor] = {}
         self._run: Callable[..., Sequence[Tensor]] | None = None
 
@@ -285,10 +287,10 @@ class TracedGraph(TorchDispatchMode):
         if any(isinstance(x, torch.Generator) for x in leaves):
             raise RuntimeError(f"{func.name()} draws from a generator of its own")
         if not all(isinstance(x, _OPERANDS) for x in leaves):
-            raise RuntimeError(f"{func.name()} is given what no graph holds")
+            raise RuntimeError(f"{func.name()} has an argument that no graph can hold")
         given = tree_map(self._given, (args, kwargs))
         if any(_memory_of(x) in self._lent for x in _written(func, args, kwargs)):
-            raise RuntimeError(f"{func.name()} writes to what the pass has not made")
+            raise RuntimeError(f"{func.name()} writes to a tensor from outside the pass")
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws:
             self.check_random_state()
@@ -301,14 +303,14 @@ class TracedGraph(TorchDispatchMode):
         return out
 
     def _anew(self, constant: Tensor) -> Any:
-        """`torch.tensor(numbers)` gives this one, which each run makes anew, whatever writes to it."""
+        """Copy a constant of `torch.tensor(numbers)` anew in each run, in case the run writes to it."""
         self._sources[self._values.pop(constant).number] = constant.detach().clone()
         self._lent.discard(_memory_of(constant))
         del self._originals[-1], self._addresses[-1]
         return torch.ops.aten.clone.default
 
     def check_random_state(self) -> None:
-        """Refuse work that has set the state from which it draws, as a checkpoint does to draw again."""
+        """Raise an error if the work has set the generator's state, as a checkpoint does."""
         if not torch.equal(self._random, self._state_now()):
             raise RuntimeError("the state of the random number generator is set")
 
@@ -328,20 +330,21 @@ class TracedGraph(TorchDispatchMode):
         return self._made(x)
 
     def _is_alias(self, x: Tensor) -> bool:
-        """Whether a tensor is a known one in another guise, as torch makes them without an operator
-        (`Tensor._make_subclass`); then it gets its value.
+        """Whether a tensor is another object for a known one; then it gets the known one's value.
+
+        torch makes such objects without an operator (`Tensor._make_subclass`).
 
         Raises:
-            RuntimeError: it is a part of what the pass has made.
+            RuntimeError: it is a part of a result of the pass.
         """
         own = _memory_of(x)
         if type(x) is nn.Parameter or not own or own in self._lent:
             return False
         for graph in (self, *self._earlier):
-            beside = [(y, value) for y, value in graph._values.items() if _memory_of(y) == own]
-            if any(y is x for y, _ in beside):
+            same_memory = [(y, value) for y, value in graph._values.items() if _memory_of(y) == own]
+            if any(y is x for y, _ in same_memory):
                 return False
-            for y, value in beside:
+            for y, value in same_memory:
                 if (
                     y.data_ptr() == x.data_ptr()
                     and y.stride() == x.stride()
@@ -349,8 +352,8 @@ class TracedGraph(TorchDispatchMode):
                 ):
                     self._values[x] = value if graph is self else self._given(y)
                     return True
-            if beside and own not in graph._lent:
-                raise RuntimeError("a part of a result is used that no operator has given")
+            if same_memory and own not in graph._lent:
+                raise RuntimeError("a part of a result is used that no operator returned")
         return False
 
     def _made(self, x: Any) -> Any:
@@ -363,45 +366,48 @@ class TracedGraph(TorchDispatchMode):
         return self._values[x]
 
     def made(self, x: Tensor) -> bool:
-        """A call of this graph has returned this tensor, which was no input."""
+        """Whether a call of this graph has returned this tensor, and it was no input."""
         value = self._values.get(x)
         return value is not None and value.number not in self._sources
 
     def returns(self, tensors: Sequence[Tensor]) -> None:
-        """What each run is to return."""
+        """Set the tensors that each run returns."""
         self._returned = [self._given(x).number for x in tensors]
         self._own = len(tensors)
 
     def handing(self, x: Tensor) -> Callable[[], Tensor]:
-        """What this tensor is in the last run, once: for a later graph."""
+        """A function that gives this tensor of the last run once, for a later graph."""
         self._returned.append(self._values[x].number)
         return partial(self._handed.pop, len(self._returned) - 1)
 
     def has_moved(self) -> bool:
-        """A tensor that it reads, and no graph has made, lies elsewhere than it did."""
+        """Whether a tensor that it reads, and no graph has made, has moved in memory."""
         return self._strided() != self._addresses
 
     def _strided(self) -> list[int]:
         return [x.data_ptr() if x.layout == torch.strided else 0 for x in self._originals]
 
     def let_go(self) -> None:
-        """No later graph runs on what the last run has left."""
+        """Drop what the last run has left for later graphs."""
         self._handed.clear()
 
     def replay(self) -> list[Tensor]:
-        """Run it; what it returns is new memory."""
+        """Run the graph; the results are new memory."""
         inputs = [x if isinstance(x, Tensor) else x() for x in self._sources.values()]
         with torch.no_grad():
             if self._run is None:
                 if not self._earlier:
-                    say("the step is being compiled, which takes from seconds to minutes, once")
+                    say(
+                        "The step is being compiled, which takes seconds to minutes and happens once.",
+                        doc="compile-and-graphs",
+                    )
                 self._run = self._compiler(self._module(), inputs)
             found = self._run(*inputs)
         self._handed.update(enumerate(found[self._own :], self._own))
         return [*found[: self._own]]
 
     def _module(self) -> fx.GraphModule:
-        """The graph; what it was traced from is let go of."""
+        """The graph module; drops the objects that it was traced from."""
         graph = fx.Graph()
         nodes = {number: graph.placeholder(f"x{number}") for number in self._sources}
 
@@ -424,7 +430,7 @@ class TracedGraph(TorchDispatchMode):
 
 
 def _memory_of(x: Tensor) -> int:
-    """Where it begins; 0 of a tensor without memory of that kind."""
+    """The address of a tensor's storage; 0 for a tensor without one."""
     return x.untyped_storage().data_ptr() if x.layout == torch.strided and x.numel() else 0
 
 
@@ -442,17 +448,17 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def _is_plain_index(func: Any, leaves: list[Any]) -> bool:
-    """Numbers choose, not a mask, so the shape of what is chosen is known."""
+    """Whether an index uses numbers and no mask, so the output shape is known."""
     masks = torch.bool, torch.uint8
     chosen = [x for x in leaves[1:] if isinstance(x, Tensor)]
     return func is torch.ops.aten.index.Tensor and not any(x.dtype in masks for x in chosen)
 
 
 class TracedRecorder:
-    """Traces the work of a pass, as graphs that run in the order in which they were traced.
+    """Traces the work of a pass as graphs, which run in the order in which they were traced.
 
     Args:
-        device: of the model. compiler: of the graphs.
+        device: of the model. compiler: compiles the graphs.
     """
 
     what, without = "compiled whole", "compile=False"
@@ -463,14 +469,14 @@ class TracedRecorder:
         self._graphs: list[TracedGraph] = []
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """As it is, so that nothing is looked at any more when it is traced."""
+        """Run `work`, so that no dry run happens while it is traced."""
         work()
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """Nothing to do: what a graph does not allow shows when it is traced."""
+        """Does nothing: tracing raises an error for what a graph does not support."""
 
     def capture(self, work: Callable[[], tuple[T, list[Tensor]]]) -> tuple[Replayed, T]:
-        """One graph, with the backward passes inside on this thread."""
+        """Trace one graph, with its backward passes on this thread."""
         graph = TracedGraph(self._compiler, self._graphs, self.random_state)
         end = hear_exports(_check_not_exported)
         try:
@@ -484,9 +490,9 @@ class TracedRecorder:
         return graph, result
 
     def random_state(self) -> Tensor:
-        """Of the default generator, the only one that a graph may draw from."""
+        """The state of the default generator, the only one that a graph may draw from."""
         return random_state(self._device)
 
     def set_random_state(self, state: Tensor) -> None:
-        """Draw from this state on."""
+        """Set the state of the default generator."""
         set_random_state(self._device, state)

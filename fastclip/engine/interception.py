@@ -1,8 +1,8 @@
-"""Layers whose forward is replaced by private functions, and calls that reach them past the model's.
+"""Layers whose forward becomes private, and calls that reach them without the model's forward.
 
-A layer keeps its class, its place and its parameters; only `forward` becomes a bound method of the
-module (not a closure: a deepcopy must use its own weights). The private function returns the
-input's gradient and no gradient for the parameters, whose contributions go to the gradient state:
+A layer keeps its class, its position and its parameters. Only `forward` becomes a bound method of the
+module. It is no closure, because a deepcopy must use its own weights. The private function returns the
+gradient of the input and none for the parameters, whose contributions go to the gradient state. So
 autograd never computes an unclipped weight gradient.
 """
 
@@ -46,53 +46,50 @@ from fastclip.samples.batch_axis import BatchAxis
 
 ATTRIBUTE = "_fastclip"
 _APPLY = plain_apply(PrivateLayer)
-_ROWS = BatchAxis(0)
+_FIRST_AXIS = BatchAxis(0)
 _KEYS = count(1)
-HOW_TO_REGISTER = (
-    "write its rule with @fastclip.rules.register_rule (examples/custom_layer.py), freeze it, or "
-    "replace it"
-)
+HOW_TO_REGISTER = "Register a rule for the layer with @fastclip.rules.register_rule, or freeze it."
 
 
 class ForwardWrapper(Protocol):
-    """Something done around a module's forward: opening the root, expanding raw parameters."""
+    """Code that runs around a module's forward."""
 
     def run(
         self, handle: LayerHook, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
-        """Call `inner(*args, **kwargs)` with whatever the scope adds."""
+        """Call `inner(*args, **kwargs)` with the additions of the wrapper."""
 
 
 def not_pickled() -> StepError:
-    """The error of whoever pickles a private model."""
+    """The error for pickling a private model."""
     return StepError(
-        "a private model cannot be pickled: save fastclip.unwrap(model).state_dict(), or "
-        "engine.save_checkpoint(...) to go on from; to hand on the model itself, call "
-        "model.cleanup() first, and pickle fastclip.unwrap(model)"
+        "A private model cannot be pickled. Save fastclip.unwrap(model).state_dict(), or "
+        "engine.save_checkpoint(...) to resume the run.",
+        doc="wrapped-model",
     )
 
 
 class LayerHook:
-    """What an intercepted module carries: its path, its rule, its scopes, its gradient state."""
+    """The record on an intercepted module: path, rule, forward wrappers and gradient state."""
 
     def __init__(self, path: str, grad_state: GradientState) -> None:
         self.path = path
         self.grad_state = grad_state
         self.rule: LayerRule | None = None
-        self.scopes: list[ForwardWrapper] = []
+        self.wrappers: list[ForwardWrapper] = []
         self.bare: Callable[[Any, nn.Module], Tensor | None] | None = None
-        """Its call as one C++ node, where it may be; None of a call that may not."""
+        """Runs a call as one C++ node, or returns None if it cannot; None if no call can."""
         self.key = next(_KEYS)
-        """Of its calls where torch.compile traces them (`fastclip.backward.tapped`)."""
+        """Key of its calls in traces of torch.compile (`fastclip.backward.tapped`)."""
         self.bypass = False
-        """Run the module as it was (while a rule calls it from inside)."""
+        """Run the module's own forward (while a rule calls it from inside)."""
         self._found: tuple[list[tuple[str, nn.Parameter | None, bool]], dict[str, nn.Parameter]] = (
             [],
             {},
         )
-        """What the module held when it was last looked through, and what `parameters` answered."""
+        """The module's parameters at the last check, and the last result of `parameters`."""
         self.checked: tuple[Any, Any] = None, None
-        """The answer whose parameters are known to be the model's own, and all of the model's."""
+        """The last result whose parameters were checked, and the model's parameters then."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
         memo[id(self)] = made = LayerHook.__new__(LayerHook)
@@ -102,7 +99,7 @@ class LayerHook:
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """A pickled forward would be looked for in the layer's class, and not be found."""
+        """Raise an error: unpickling would not find the forward in the layer's class."""
         raise not_pickled()
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -112,31 +109,34 @@ class LayerHook:
         if self.bare is not None and len(args) == 1 and not kwargs:
             try:
                 out = self.bare(args[0], module)
-            except RuntimeError as error:  # the usual way says where
+            except RuntimeError as error:  # the standard path names the layer
                 if no_memory(error):
                     raise
                 out = None
             if out is not None:
                 return out
         run = self._followed if self.rule is None else self._private
-        if not self.scopes:
+        if not self.wrappers:
             return run(module, *args, **kwargs)
         inner: Callable = partial(run, module)
-        for scope in self.scopes:
-            inner = _Bound(scope, self, module, inner)
+        for wrapper in self.wrappers:
+            inner = _Bound(wrapper, self, module, inner)
         return inner(*args, **kwargs)
 
     @cached_property
     def inlined(self) -> Callable[..., Any]:
-        """Calls what it is given: here torch.compile begins to trace, which in functions of torch's
-        own modules (nn.Sequential's) it does not. It counts graphs by functions: each module has one."""
+        """A function that calls its argument, where torch.compile begins to trace.
+
+        torch.compile does not begin in functions of torch's own modules, such as nn.Sequential's. It
+        counts graphs per function, so each module has its own.
+        """
         code = _run.__code__.replace(co_varnames=_run.__code__.co_varnames)
         return FunctionType(code, globals(), f"run_{self.key}")
 
     @property
     def only_opens(self) -> bool:
-        """The model's own forward, around which nothing is done but to open the pass."""
-        return self.rule is None and len(self.scopes) == 1 and hasattr(self.scopes[0], "enter")
+        """Whether it is the model's own forward, and only opens the pass."""
+        return self.rule is None and len(self.wrappers) == 1 and hasattr(self.wrappers[0], "enter")
 
     def _followed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return follow(self.path, self.grad_state, plain_forward(module), args, kwargs)
@@ -145,10 +145,10 @@ class LayerHook:
         try:
             return self._run(module, args, kwargs)
         except RuntimeError as error:
-            if type(error) is not RuntimeError:  # fastclip's own and the device's say where
+            if type(error) is not RuntimeError:  # errors of fastclip and of devices name the place
                 raise
-            told = RuntimeError(f"{where(self.path, module)}: {error}")
-            raise told.with_traceback(error.__traceback__) from error.__cause__
+            located = RuntimeError(f"{where(self.path, module)}: {error}")
+            raise located.with_traceback(error.__traceback__) from error.__cause__
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         probe = self.grad_state.calls.probe
@@ -161,7 +161,7 @@ class LayerHook:
         computed = any(type(p) is Derived for p in module._parameters.values())
         if (
             self.path in probe.layout.open
-            or computed  # torch.func.functional_call with weights of parameters' making
+            or computed  # torch.func.functional_call with weights computed from parameters
             or any(map(is_private, (*args, *kwargs.values())))
             or not probe.reaches(leaves_of((args, kwargs)))
         ):
@@ -176,9 +176,9 @@ class LayerHook:
         return out
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The trainable parameters that the rule answers for, by their name in the module."""
+        """The trainable parameters that the rule covers, by their name in the module."""
         own, (held, answer) = module._parameters, self._found
-        if len(own) == len(held):  # most hold what they held a step ago
+        if len(own) == len(held):  # most modules are unchanged since the last step
             for name, parameter, trained in held:
                 if name not in own or own[name] is not parameter:
                     break
@@ -190,8 +190,9 @@ class LayerHook:
         found = {name: p for name, p in own.items() if p is not None and p.requires_grad}
         if len({*map(id, found.values())}) < len(found):
             raise UnsupportedLayerError(
-                f"{where(self.path, module)}: {' and '.join(found)} have been made one parameter since "
-                "make_private; call make_private after that"
+                f"{where(self.path, module)}: {' and '.join(found)} became one parameter after "
+                "make_private. Tie them before make_private.",
+                doc="changed-model",
             )
         held = [(name, p, p is not None and p.requires_grad) for name, p in own.items()]
         self._found = held, found
@@ -204,19 +205,21 @@ def _run(plain: Callable, *args: Any, **kwargs: Any) -> Any:
 
 class _Bound:
     def __init__(
-        self, scope: ForwardWrapper, handle: LayerHook, module: nn.Module, inner: Callable
+        self, wrapper: ForwardWrapper, handle: LayerHook, module: nn.Module, inner: Callable
     ) -> None:
-        self._call = (scope, handle, module, inner)
+        self._call = (wrapper, handle, module, inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        scope, handle, module, inner = self._call
-        return scope.run(handle, module, inner, args, kwargs)
+        wrapper, handle, module, inner = self._call
+        return wrapper.run(handle, module, inner, args, kwargs)
 
 
 @exports_as_it_was
 def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of every intercepted module; torch.compile traces it where its call is given taps, and
-    else ends its graph."""
+    """The forward of every intercepted module.
+
+    torch.compile traces it if its call gets output hooks; otherwise its graph ends here.
+    """
     handle: LayerHook = getattr(self, ATTRIBUTE)
     bare = handle.grad_state.bare
     if bare.laid and len(args) == 1 and not kwargs:
@@ -236,12 +239,12 @@ def _call(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) -> An
 @exports_as_it_was
 @ends_graph
 def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a root that only opens the pass: its own code may be compiled."""
+    """The forward of a root that only opens the pass. Its own code may be compiled."""
     handle: LayerHook = getattr(self, ATTRIBUTE)
-    scope = handle.scopes[0]
+    wrapper = handle.wrappers[0]
     plain, loss = plain_forward(self), handle.grad_state.model_loss
     per_sample = plain if loss is None else loss.around(plain)
-    entered = scope.enter(handle, self, per_sample, args, kwargs)  # type: ignore[attr-defined]
+    entered = wrapper.enter(handle, self, per_sample, args, kwargs)  # type: ignore[attr-defined]
     with entered:
         if entered.eager or not is_compiled() or (loss is not None and loss.inline):
             plain = partial(eagerly, per_sample) if entered.eager or is_compiled() else per_sample
@@ -267,11 +270,11 @@ def detach(module: nn.Module) -> None:
 
 
 def apply_rule(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Run a layer through its rule, recorded for the backward pass; or as it was, if it is open."""
+    """Run a layer through its rule, recorded for the backward pass; an open layer runs unchanged."""
     rule, grad_state = handle.rule, handle.grad_state
     assert rule is not None
     forward, opens = grad_state.layer_forward(handle.path)
-    batch_axis: BatchAxis | None = _ROWS
+    batch_axis: BatchAxis | None = _FIRST_AXIS
     layout = forward.layout
     placed = forward.sample_order is None and not rule.counts_samples
     if placed:
@@ -317,72 +320,73 @@ def apply_rule(handle: LayerHook, module: nn.Module, args: tuple, kwargs: dict) 
 
 
 def _check_extra(handle: LayerHook, module: nn.Module, extra: Any) -> None:
-    """Refuse a second input whose gradient would be lost: rules return that of one."""
+    """Raise an error for a second input that needs a gradient: rules return that of one input."""
     if any(isinstance(x, Tensor) and x.requires_grad for x in leaves_of(extra)):
         raise UnsupportedLayerError(
-            f"{where(handle.path, module)}: its rule returns one input's gradient, but another one "
-            "needs a gradient, too; let `prepare` make one tensor of both (torch.cat), or register no "
-            "rule: every use of its parameters is then followed"
+            f"{where(handle.path, module)}: the layer's rule returns the gradient of one input, but "
+            "another input needs a gradient too. Let `prepare` join both in one tensor (torch.cat).",
+            doc="layer-rule",
         )
 
 
 def _check_parameters(
     handle: LayerHook, module: nn.Module, parameters: dict[str, nn.Parameter]
 ) -> None:
-    """Refuse parameters that the gradient state does not know, and weights computed elsewhere."""
+    """Raise an error for parameters unknown to the gradient state, and for computed weights."""
     assert handle.rule is not None
     known, (checked, against) = handle.grad_state.calls.known, handle.checked
     if checked is not parameters or against is not known:
         replaced = [name for name, p in parameters.items() if p not in known]
         if replaced:
             raise UnsupportedLayerError(
-                f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
-                "make_private, so they would not be trained; call make_private again"
+                f"{where(handle.path, module)}: parameters {replaced} were replaced after make_private, "
+                "so they would not be trained. Call make_private again.",
+                doc="changed-model",
             )
         handle.checked = parameters, known
     own, kind = module._parameters, type(module)
     for name in handle.rule.parameter_names:
         if name in own and name not in module.__dict__ and not hasattr(kind, name):
-            continue  # nothing else is found under this name
+            continue  # no other attribute has this name
         value = getattr(module, name, None)
         trained = isinstance(value, Tensor) and value.requires_grad
         if trained and own.get(name) is not value:
             raise UnsupportedLayerError(
-                f"{where(handle.path, module)}: {name} is computed from other tensors, not a "
-                "parameter, so these would get no gradient; where it is so since make_private (pruned), "
-                f"call model.cleanup(), prune, and make_private again; else {HOW_TO_REGISTER}"
+                f"{where(handle.path, module)}: {name} is computed from other tensors, which would get "
+                "no gradient. Prune or reparametrize the layer before make_private, or register a rule "
+                "for it with @fastclip.rules.register_rule.",
+                doc="changed-model",
             )
 
 
 def _unsupported(handle: LayerHook, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
     return UnsupportedLayerError(
-        f"{where(handle.path, module)} is not supported: {error}; {HOW_TO_REGISTER}"
+        f"{where(handle.path, module)} is not supported: {str(error).rstrip('.')}. {HOW_TO_REGISTER}"
     )
 
 
 # -------------------------------------------------------------------------------------------------
-# Calls by which a training loop reaches private layers past the model's own forward.
+# Calls by which a training loop reaches private layers without the model's own forward.
 #
-# Whatever computes with private layers is run on a few samples before it trains
-# (fastclip.samples.learning): the model's forward when it begins; another method of the model, or a
-# part of it that is called by itself, when it first reaches a private layer, for most methods
-# compute nothing.
+# Code that uses private layers runs on a few samples before it trains (fastclip.samples.learning). The
+# model's forward does so when it begins. Another method of the model, or a part called by itself, does
+# so when it first reaches a private layer, because most methods compute nothing.
 
 
 _PART = "_fastclip_part"
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LOGS = ("log", "log_dict")
-"""Lightning's methods that keep numbers elsewhere: a look on a few samples leaves nothing there."""
+"""Lightning's methods that store numbers elsewhere. A dry run on a few samples skips them."""
 _MOST = 64
 _signatures: dict[FunctionType, inspect.Signature] = {}
-"""Of so many functions: torch.compile, which may trace whoever asks, warns of functools.lru_cache."""
+"""Cached signatures of at most `_MOST` functions. torch.compile warns of functools.lru_cache."""
 
 
 class Method:
-    """A bound method of a module other than `forward`, whose calls are known while they run.
+    """A bound method of a module other than `forward`, whose calls are tracked while they run.
 
     Args:
-        path: of the module, in the model.
+        path: of the module in the model.
     """
 
     def __init__(
@@ -394,7 +398,7 @@ class Method:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the bound method: models look at their own, some of them in every forward pass."""
+        """That of the bound method. Some models inspect their own in every forward pass."""
         return _signature(getattr(type(self.model), self.name))
 
     @property
@@ -426,19 +430,20 @@ class Method:
             return returned(run(*args, **kwargs))
 
     def _check_gathering(self) -> None:
-        """Refuse to let samples of one rank into another's loss, where none is clipped for both."""
+        """Raise an error if samples of one rank enter another's loss, where clipping is separate."""
         if self.grad_state.clipping.ranks is not None and self.grad_state.calls.runs(
             "training_step"
         ):
             raise GraphError(
-                "self.all_gather in training_step hands rows of one rank to the loss of others, which "
-                "are clipped apart from them; log numbers with sync_dist=True, and let every row's loss "
-                "depend on that row alone"
+                "self.all_gather in training_step passes samples of one rank to the loss of others, "
+                "which are clipped separately. Log numbers with sync_dist=True, and compute each "
+                "sample's loss from that sample alone.",
+                doc="several-processes",
             )
 
 
 def _signature(function: FunctionType) -> inspect.Signature:
-    """Of a function as a method of an object."""
+    """The signature of a function as a bound method."""
     found = _signatures.get(function)
     if found is None:
         if len(_signatures) >= _MOST:
@@ -448,13 +453,13 @@ def _signature(function: FunctionType) -> inspect.Signature:
 
 
 def attach_methods(path: str, module: nn.Module, grad_state: GradientState) -> None:
-    """Let the gradient state know of calls of the methods of the model, or of a part of it."""
+    """Track calls of the methods of the model, or of a part of it, in the gradient state."""
     for name in _methods(module):
         module.__dict__[name] = Method(module, name, grad_state, path)
 
 
 def attach_part(path: str, module: nn.Module, grad_state: GradientState) -> None:
-    """Let the gradient state know of calls of a module that holds private layers."""
+    """Track calls of a module that holds private layers in the gradient state."""
     attach_methods(path, module, grad_state)
     replace(module, shown_as(_part_forward, module), path, grad_state)
     module.__dict__[_PART] = (path, grad_state)
@@ -491,7 +496,7 @@ def _called_part(
 
 
 def _methods(model: nn.Module) -> Iterator[str]:
-    """Methods that torch's own modules do not have."""
+    """Names of methods that torch's own modules do not have."""
     for name in dir(type(model)):
         if name.startswith("__") or name in vars(model) or hasattr(nn.Module, name):
             continue

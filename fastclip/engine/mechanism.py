@@ -1,4 +1,4 @@
-"""What a run guarantees, said exactly: the mechanism of its steps, who is protected, what is trusted."""
+"""The guarantee of a run: the mechanism of its steps, who is protected, and what is trusted."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ _GUARANTEE = {
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The steps of one private model as a mechanism; `print` it, or keep `as_json()` for an audit.
+    """The steps of one private model as a mechanism.
+
+    `print` it, or keep `as_json()` for an audit.
 
     Formal guarantee: the steps taken are (epsilon, delta)-differentially private for `neighbors`, if
-    what `trusted` names holds. Other releases of the engine's accountant are in epsilon, too.
+    the assumptions in `trusted` hold. Epsilon includes other releases of the engine's accountant.
     """
 
     unit: str
-    """What is protected as one: "sample", or "unit" of several samples (a patient)."""
+    """The privacy unit: "row" (one sample), or "unit" of several samples (a patient)."""
     neighbors: str
     """The neighboring relation."""
     sampler: str
     sample_rate: float
-    """q, the largest probability of a unit to be in a step."""
+    """q, the largest probability that a unit is in a step."""
     sampled_independently: bool
-    """Poisson sampling; else no amplification is accounted: a unit is in every pass once."""
+    """Poisson sampling. Otherwise a unit is in every pass once, without amplification."""
     public_size: bool
-    """q and B were given, so that neither depends on the number of units."""
+    """q and B were given, so neither depends on the number of units."""
     units: int | None
-    """N, how many may be drawn; None where nothing depends on it, so that it stays secret."""
+    """N, the number of units that may be drawn; None if nothing depends on it and it stays secret."""
     expected_batch_size: float
     """B, the public divisor of the noisy sums."""
     max_batch_size: int | None
@@ -47,36 +49,36 @@ class Mechanism:
     clipping: str
     """The strategy."""
     sensitivity: float
-    """L2 sensitivity of the sum at which the next step's noise is scaled; of the last step, where it
-    follows from counts of the next one's own batch, which that step pays for."""
+    """L2 sensitivity of the sum, to which the next step's noise is scaled. If the next step derives it
+    from counts of its own batch and pays for them, this is the sensitivity of the last step."""
     noise: NoiseLevels
-    """Noise multipliers of the next step: total, of the gradients, of count queries."""
+    """Noise multipliers of the next step: total, gradients and count queries."""
     schedule: str
     """How the noise changes from step to step."""
     taken: tuple[Entry, ...]
-    """(sigma, q, steps) that the accountant has recorded: without Poisson sampling a pass over the data
-    is one of its steps, however many the optimizer takes in it."""
+    """(sigma, q, steps) that the accountant has recorded. Without Poisson sampling one pass over the
+    data is one step, however many steps the optimizer takes in it."""
     planned: tuple[Entry, ...]
-    """The same of the whole run, where its length is known."""
+    """The same for the whole run, if its length is known."""
     accountant: str
     delta: float | None
     epsilon: float | None
     """Spent by `taken` at `delta`."""
     planned_epsilon: float | None
     secure: tuple[str, ...] = field(default=())
-    """What nobody can foresee, nor attack by its rounding."""
+    """What nobody can predict, or attack through its rounding."""
     insecure: tuple[str, ...] = field(default=())
     trusted: tuple[str, ...] = field(default=())
-    """What the guarantee takes on faith."""
+    """Assumptions of the guarantee."""
 
     @property
     def neighbours(self) -> str:
         """The old name of `neighbors`."""
-        say("Mechanism.neighbours has another name: use neighbors.", DeprecationWarning)
+        say("Mechanism.neighbours is deprecated. Use Mechanism.neighbors.", DeprecationWarning)
         return self.neighbors
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; an infinite epsilon is None."""
+        """Plain values. An infinite epsilon is None."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         found["noise"] = self.noise._asdict()
         for name, value in found.items():
@@ -88,19 +90,19 @@ class Mechanism:
 
     def __str__(self) -> str:
         q = f"q = {self.sample_rate:.6g}"
-        drawn = f"{self.sampler}, {q}" + ("" if self.public_size else " (follows from N)")
+        sampling = f"{self.sampler}, {q}" + ("" if self.public_size else " (derived from N)")
         if self.max_batch_size is not None:
-            drawn += f", at most {self.max_batch_size} {self.unit}s a step"
+            sampling += f", at most {self.max_batch_size} {_name(self.unit)}s per step"
         if self.max_samples_per_unit is not None:
-            drawn += f", at most {self.max_samples_per_unit} rows of each"
+            sampling += f", at most {self.max_samples_per_unit} samples of each"
         if not self.sampled_independently:
-            drawn += "; accounted without amplification"
-            drawn += "" if self.sampler == STREAM else ", a pass as one step"
+            sampling += "; accounted without amplification"
+            sampling += "" if self.sampler == STREAM else ", a pass as one step"
         counts = "none" if self.noise.counts is None else f"sigma = {self.noise.counts:.4g}"
-        samples = {
+        facts = {
             "neighbors": self.neighbors,
-            "privacy unit": self.unit,
-            "sampling": drawn,
+            "privacy unit": _name(self.unit),
+            "sampling": sampling,
             "batch size": f"B = {self.expected_batch_size:g}"
             + ("" if self.units is None else f", of N = {self.units}"),
             "clipping": f"{self.clipping}, sensitivity {self.sensitivity:.4g}",
@@ -112,8 +114,8 @@ class Mechanism:
             "accountant": self.accountant,
             "epsilon": _epsilon(self.epsilon, self.planned_epsilon, self.delta),
         }
-        width = max(map(len, samples))
-        lines = [f"{name:<{width}}  {value}" for name, value in samples.items()]
+        width = max(map(len, facts))
+        lines = [f"{name:<{width}}  {value}" for name, value in facts.items()]
         for title in ("secure", "insecure", "trusted"):
             entries = getattr(self, title)
             lines.append(f"{title}:" if entries else f"{title}: nothing")
@@ -126,40 +128,45 @@ def _plain(entry: Entry) -> list[Any]:
     return [sigma, encoded(rate), steps]
 
 
+def _name(unit: str) -> str:
+    """The privacy unit, in words."""
+    return "sample" if unit == "row" else unit
+
+
 def neighbors(design: SamplingDesign, size_is_secret: bool) -> str:
-    """Who the data sets are between which nobody can tell, in words."""
-    return _GUARANTEE["added" if size_is_secret else "zeroed"].format(unit=design.unit)
+    """The neighboring relation, in words."""
+    return _GUARANTEE["added" if size_is_secret else "zeroed"].format(unit=_name(design.unit))
 
 
 def trusted(design: SamplingDesign, size_is_secret: bool) -> tuple[str, ...]:
-    """What the guarantee takes on faith, in words."""
+    """The assumptions of the guarantee, in words."""
     found = [
-        "the training loop takes a step for every batch of the returned loader, an empty one too, uses "
-        "it for nothing but its backward pass, and what it reports (losses, metrics) is not released "
-        "(engine.count pays for metrics that are)",
-        "hyperparameters were not chosen by looking at private data (fastclip.accounting.hpo_epsilon "
-        "accounts for a search)",
+        "the training loop takes one step per batch of the returned loader, including empty batches, "
+        "and uses a batch only for its backward pass. It does not release losses or metrics "
+        "(engine.count pays for metrics that are released)",
+        "hyperparameters were not chosen on private data (fastclip.accounting.hpo_epsilon accounts for "
+        "a search)",
     ]
     if not size_is_secret:
-        why = "from which q and B follow"
+        why = "from which q and B are derived"
         if design.public:
-            why = "which other steps of epsilon tell"
+            why = "on which other steps in epsilon depend"
         if design.public and design.max_batch_size is not None:
-            why = "on which the price of cut draws depends"
+            why = "on which the cost of truncated batches depends"
         number = f"N = {design.units}" if design.units else "N, the length of the stream"
         found.insert(0, f"{number}, {why}, is public knowledge")
     if design.unit == "unit":
         found.append(
-            "unit_ids says of every row whose it is, and a unit's rows follow from it alone"
+            "unit_ids names the privacy unit of every sample, and a unit alone determines its samples"
         )
     if design.rates is not None:
-        whose = "depends on no other row" if design.public else "is public, as the weights are"
-        found.append(f"the rate at which a row is drawn {whose}")
+        why = "depends on no other sample" if design.public else "is public, as the weights are"
+        found.append(f"the sampling rate of a sample {why}")
     if design.sampler == GIVEN_ORDER:
-        found.append("the order of rows, which is not drawn here, does not depend on their values")
+        found.append("the order of samples is the loader's own and does not depend on their values")
     if design.sampler == STREAM:
         found.append(
-            "a row is in a step at most once, and which rows come does not depend on their values"
+            "a sample is in a step at most once, and which samples come does not depend on their values"
         )
     return tuple(found)
 
@@ -173,6 +180,6 @@ def _steps(entries: Sequence[Entry]) -> str:
 
 def _epsilon(spent: float | None, planned: float | None, delta: float | None) -> str:
     if spent is None or delta is None:
-        return "pass delta to state it"
+        return "unknown without delta"
     found = f"{spent:.4f} at delta = {delta:g}, for the steps recorded"
     return found if planned is None else f"{found}; {planned:.4f} for the steps planned"

@@ -1,4 +1,4 @@
-"""The model that make_private returns, who owns its parameters, and the way back."""
+"""The model that make_private returns, the engine that owns its parameters, and `unwrap`."""
 
 from __future__ import annotations
 
@@ -49,33 +49,32 @@ from fastclip.rules import find_rule
 from fastclip.rules.protocol import MARKS
 
 # -------------------------------------------------------------------------------------------------
-# What the weights of a model have been trained with: whoever trains it next counts it, too.
+# Steps that are in the weights of a model. The next engine that trains it counts them too.
 #
-# `cleanup()` ends one engine's hold on a model, and takes none of its steps out of the weights.
-# What they have spent is kept in memory for the modules whose own parameters were trained, weakly,
-# so that it goes with them into another model. A copy that is made of them afterwards has none of
-# it.
+# `cleanup()` ends one engine's hold on a model, but its steps stay in the weights. The privacy that
+# they spent is kept in memory, weakly, for the modules whose own parameters were trained. It moves
+# with a module into another model. A later copy of a module has no such record.
 
 
 class Trained(NamedTuple):
-    """What one ledger says of a model's steps, and where their noise came from."""
+    """A model's steps according to one ledger, and the states of the noise generator they used."""
 
     spent: Spent
     drawn: DrawnStates | None
     """None in a copy."""
 
     def covers(self, other: Trained) -> bool:
-        """Whether it counts all that the other does."""
+        """Whether it counts all steps of the other."""
         own = self.spent.segments
         return union(own, other.spent.segments) == own
 
 
 _TRAINED: WeakKeyDictionary[nn.Module, list[Trained]] = WeakKeyDictionary()
-"""Modules that were let go."""
+"""Modules that an engine has released."""
 
 
 def owners(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that have parameters of their own to be trained."""
+    """The modules of `model` that have trainable parameters of their own."""
     return [
         module
         for module in model.modules()
@@ -84,14 +83,14 @@ def owners(model: nn.Module) -> list[nn.Module]:
 
 
 def trained_by(batch: LogicalBatch) -> list[Trained]:
-    """What a model was trained with whose steps release this batch; nothing before make_private."""
+    """The steps of the model that releases this batch; none before make_private."""
     spent = batch.spent
     ledger = getattr(batch.account, "ledger", None)
     return [] if spent is None else [Trained(spent, None if ledger is None else ledger.drawn)]
 
 
 def let_go(modules: Iterable[nn.Module], batch: LogicalBatch) -> None:
-    """Who releases `batch` takes no more steps on these modules."""
+    """Record the steps on these modules, where the optimizer of `batch` takes no more."""
     now = trained_by(batch)
     for module in modules if now else ():
         before = [each for each in _TRAINED.get(module, []) if not now[0].covers(each)]
@@ -99,7 +98,7 @@ def let_go(modules: Iterable[nn.Module], batch: LogicalBatch) -> None:
 
 
 def let_go_with(wrapper: object, modules: Iterable[nn.Module], batch: LogicalBatch) -> None:
-    """The same once `wrapper` is gone; its `cleanup()` is Opacus', which tells nobody."""
+    """Call `let_go` once `wrapper` is gone. Its `cleanup()` is Opacus' own and gives no signal."""
     held = [ref(module) for module in modules]
 
     def end() -> None:
@@ -109,36 +108,36 @@ def let_go_with(wrapper: object, modules: Iterable[nn.Module], batch: LogicalBat
 
 
 def found_in(model: nn.Module) -> list[Trained]:
-    """What modules of `model` were trained with when they were let go."""
+    """The steps recorded on modules of `model` when an engine released them."""
     return list(
         {id(each): each for module in model.modules() for each in _TRAINED.get(module, [])}.values()
     )
 
 
 # -------------------------------------------------------------------------------------------------
-# One engine for each parameter: which are alive, and what they hold.
+# One engine per parameter: the engines that are alive, and their parameters.
 #
-# Two engines that clip the same parameter would each release its share of every sample: 2 C for
-# noise of C. All is held weakly: an engine whose model was collected, or cleaned up, owns nothing.
+# Two engines that clip the same parameter would each release a gradient of every sample: 2 C with
+# noise for C. All references are weak, and an engine without a model, or after cleanup(), owns nothing.
 
 
 _FAST: WeakKeyDictionary[nn.Module, ref[GradientState]] = WeakKeyDictionary()
-"""Models that were intercepted, and their gradient states."""
+"""Intercepted models and their gradient states."""
 _OPACUS: WeakSet[AbstractGradSampleHooks] = WeakSet()
-"""What make_private returned in Opacus' modes."""
+"""Models that make_private returned in Opacus' modes."""
 _BATCH = "fastclip_batch"
-"""Its attribute: the logical batch of its newest optimizer, which a copy has, too."""
+"""Their attribute: the logical batch of the newest optimizer, which a copy has too."""
 
-_TWICE = "a sample would be released once by each of the two engines"
+_TWICE = "each of the two engines would release every sample once"
 
 
 def held_by(
     optimizer: Any, model: nn.Module, ranks: Ranks | None
 ) -> tuple[dict[nn.Parameter, str], dict[nn.Parameter, str]]:
-    """The optimizer's parameters and their names, in its order: the trained ones, and the others.
+    """Names of the optimizer's parameters, in its order: the trained ones, and the others.
 
     Args:
-        model: whole on all ranks; of trained ones the parameters are given with which it computes.
+        model: whole on all ranks. Trained parameters are those with which it computes.
     """
     name = {p: path for path, p in model.named_parameters()}
     held = [(p, whole_of(ranks, p)) for group in optimizer.param_groups for p in group["params"]]
@@ -147,12 +146,12 @@ def held_by(
 
 
 def claim(model: nn.Module, grad_state: GradientState) -> None:
-    """`model` is intercepted for `grad_state`, which owns its parameters until it is retired."""
+    """Record that `grad_state` owns the parameters of `model` until it is retired."""
     _FAST[model] = ref(grad_state)
 
 
 def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> None:
-    """`wrapper` has a new optimizer; those that its parameters had before release nothing any more."""
+    """Record a new optimizer of `wrapper`; earlier optimizers of its parameters release nothing more."""
     mine = {p for p in wrapper._module.parameters() if p.requires_grad}
     for other in list(_OPACUS):
         if other is wrapper or not mine.isdisjoint(other._module.parameters()):
@@ -163,39 +162,40 @@ def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> N
 
 
 def is_claimed(wrapper: nn.Module) -> bool:
-    """It is what make_private returned in one of Opacus' modes."""
+    """Whether make_private returned it in one of Opacus' modes."""
     return _BATCH in wrapper.__dict__
 
 
 def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any = None) -> None:
-    """Refuse a model that a living engine holds, as a whole, in part or by a parameter.
+    """Raise an error if a living engine holds the model, a part of it or one of its parameters.
 
     Args:
-        parameters: those that are to become private, and their names.
-        again: what an earlier make_private returned, if this one goes on with the same model.
+        parameters: those that will become private, and their names.
+        again: what an earlier make_private returned, if this one continues with the same model.
 
     Raises:
-        UnsupportedLayerError: naming the module or parameter, and the way out.
+        UnsupportedLayerError: naming the module or parameter, with a suggested fix.
     """
     if _conflict(model, parameters, again) is None:
         return
     gc.collect()  # models refer to themselves: one that was dropped may linger
     conflict = _conflict(model, parameters, again)
     if conflict is not None:
-        raise UnsupportedLayerError(conflict)
+        raise UnsupportedLayerError(conflict, doc="wrapped-model")
 
 
 def go_on_with(
     ledger: Ledger, again: Any, model: nn.Module, trained: Mapping[nn.Parameter, str]
 ) -> None:
-    """A model that may be made private under this ledger, with all that its steps have spent so far.
+    """Check that a model may become private under this ledger, and count its earlier steps there.
 
     Args:
-        again: what any earlier make_private returned, or a copy of that, if the model is that.
-        trained: the parameters that are to become private, and their names.
+        again: what an earlier make_private returned, or a copy of it, if the model is that.
+        trained: the parameters that will become private, and their names.
 
     Raises:
-        UnsupportedLayerError: another engine holds it. ArgumentError: it cannot count these steps.
+        UnsupportedLayerError: another engine holds the model.
+        ArgumentError: the ledger cannot count the earlier steps.
     """
     check_free(model, trained, again=again)
     before = found_in(model)
@@ -214,19 +214,20 @@ def go_on_with(
         ledger.join(segments, protected)
     except ArgumentError as error:
         raise ArgumentError(
-            f"this engine cannot count the steps that are in the model's weights: {error}; to state "
-            "an epsilon of each, call cleanup() on what make_private returned first and pass a "
-            "copy.deepcopy of the model"
+            f"This engine cannot count the steps in the model's weights: {str(error).rstrip('.')}. To "
+            "state a separate epsilon, call cleanup() on what make_private returned and pass a "
+            "copy.deepcopy of the model.",
+            doc="privacy-budget",
         ) from error
     say(
-        "the model was made private before, by another FastPrivacyEngine whose steps are in its "
-        "weights: this engine counts them from now on beside its own; for a model that is to begin "
-        "anew, call make_private with one that was made anew"
+        "Another FastPrivacyEngine trained this model before, and this engine counts those steps in "
+        "addition to its own. To start anew, pass a newly initialized model.",
+        doc="privacy-budget",
     )
 
 
 def _batches_of(again: Any, model: nn.Module) -> list[LogicalBatch]:
-    """Whose releases are in the weights of a model, and may go on."""
+    """Logical batches of engines whose steps are in the weights of a model and may continue."""
     inside = set(owners(model))
     found = [w for w in list(_OPACUS) if not inside.isdisjoint(owners(w._module))]
     if again is not None and again not in found:
@@ -244,30 +245,30 @@ def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: A
         handle = module.__dict__.get(ATTRIBUTE)
         if handle is not None and handle.grad_state is not grad_state:
             return (
-                f"{where} is private already: {_TWICE}; to go on with it pass the model that "
-                "make_private returned, in the same mode, or call cleanup() on that first"
+                f"{where} is private already, and {_TWICE}. Call cleanup() on what make_private "
+                "returned first, or pass that in the same mode to resume."
             )
         for wrapper in _opacus_engines(module):
             if wrapper is not again and _alive(wrapper):
                 return (
-                    f"{where} is private already, by Opacus' {type(wrapper).__name__}: {_TWICE}; "
-                    "call cleanup() on what make_private returned first"
+                    f"{where} is private already by Opacus' {type(wrapper).__name__}, and {_TWICE}. "
+                    "Call cleanup() on what make_private returned first."
                 )
     for other in _grad_states():
         for p in other.names if other is not grad_state else ():
             if p in parameters:
                 return (
-                    f"parameter {parameters[p]!r} is also {other.names[p]!r} of another private "
-                    f"model: {_TWICE}; call cleanup() on what make_private returned for that model, "
-                    "or put both into one model"
+                    f"Parameter {parameters[p]!r} is also {other.names[p]!r} of another private "
+                    f"model, and {_TWICE}. Put both into one model, or call cleanup() on what "
+                    "make_private returned for the other."
                 )
     for wrapper in list(_OPACUS):
         for p in wrapper._module.parameters() if wrapper is not again else ():
             if p in parameters and OPACUS_MARK in p.__dict__:
                 return (
-                    f"parameter {parameters[p]!r} belongs to another private model, too "
-                    f"({type(wrapper).__name__}): {_TWICE}; call cleanup() on what make_private "
-                    "returned for that model, or put both into one model"
+                    f"Parameter {parameters[p]!r} belongs to another private model too "
+                    f"({type(wrapper).__name__}), and {_TWICE}. Put both into one model, or call "
+                    "cleanup() on what make_private returned for the other."
                 )
     return None
 
@@ -280,7 +281,7 @@ def _grad_states() -> Iterator[GradientState]:
 
 
 def _opacus_engines(module: nn.Module) -> Iterator[AbstractGradSampleHooks]:
-    """The wrapper that this module is, and those whose hooks it carries (plain Opacus', too)."""
+    """Opacus' wrappers of this module: itself, or those whose hooks it carries."""
     for found in (
         module,
         *(getattr(hook, "__self__", None) for hook in module._forward_hooks.values()),
@@ -298,11 +299,11 @@ def _alive(wrapper: AbstractGradSampleHooks) -> bool:
 
 
 FOLLOWED = "where it is used"
-"""What the plan says of parameters without a layer's rule."""
+"""The plan's entry for parameters without a layer rule."""
 
 
 def install(model: nn.Module, grad_state: GradientState) -> None:
-    """Intercept every trainable layer of `model`; on an error the model is left as it was.
+    """Intercept every trainable layer of `model`. On an error the model is unchanged.
 
     A compiled model stays compiled, in the regions between its private layers.
     """
@@ -311,8 +312,9 @@ def install(model: nn.Module, grad_state: GradientState) -> None:
     for path, module in model.named_modules():
         if is_compiled(module) and is_one_graph(module):
             raise UnsupportedLayerError(
-                f"{path or 'the model'} is compiled with fullgraph=True, but private layers run "
-                "between compiled regions, which are parts of it; omit fullgraph"
+                f"{path or 'The model'} is compiled with fullgraph=True, but private layers run "
+                "between compiled regions. Omit fullgraph.",
+                doc="compile-and-graphs",
             )
     try:
         _Installer(uncompiled(bare(model)), grad_state).run()
@@ -327,9 +329,9 @@ def install(model: nn.Module, grad_state: GradientState) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Give every module its own forward back and forget what the engine kept on parameters.
+    """Restore every module's own forward, and remove the engine's attributes of parameters.
 
-    The optimizers of the gradient states involved release nothing any more.
+    The optimizers of these gradient states release nothing more.
     """
     for module in model.modules():
         interception.detach_entries(module)
@@ -353,24 +355,25 @@ class _Installer:
     def __init__(self, model: nn.Module, grad_state: GradientState) -> None:
         self.model, self.grad_state = model, grad_state
         self.handles: dict[nn.Module, LayerHook] = {}
-        self.owners: dict[nn.Parameter, int] = {}
+        self.uses: dict[nn.Parameter, int] = {}
+        """Number of modules that hold each parameter."""
 
     def run(self) -> None:
-        """Give every trainable module its rule or scope, then intercept them all at once."""
+        """Give every trainable module its rule or forward wrapper, then intercept all at once."""
         for path, module in self.model.named_modules():
             validation.write_out(module)
             if is_batch_norm(module):
                 self.grad_state.batch_norms.append((path, module))
             if isinstance(module, DPRNNBase):
-                self._handle(path, module).scopes.append(RecurrentForwardWrapper())
+                self._handle(path, module).wrappers.append(RecurrentForwardWrapper())
             elif _own(module) or is_parametrized(module):
                 self._layer(path, module)
-        self._handle("", self.model).scopes.append(RootForwardWrapper())
+        self._handle("", self.model).wrappers.append(RootForwardWrapper())
         for module, handle in self.handles.items():
             if handle.rule is None:
                 interception.attach_methods(handle.path, module, self.grad_state)
                 if module is not self.model:
-                    handle.scopes.append(PartForwardWrapper())
+                    handle.wrappers.append(PartForwardWrapper())
             attach(module, handle)
         may_be_bare(self.grad_state.bare, self.handles)
         for path, module in self.model.named_modules():
@@ -378,17 +381,17 @@ class _Installer:
                 interception.attach_part(path, module, self.grad_state)
         self.grad_state.calls.known = set(self.model.parameters())
         ranks = self.grad_state.clipping.ranks
-        if ranks is None or ranks.shards is None:  # else a rank holds parts of parameters
+        if ranks is None or ranks.shards is None:  # otherwise a rank holds parts of parameters
             own = self.grad_state.names.keys() | self.grad_state.frozen.keys()
             self.grad_state.others = {
                 p: n for n, p in self.model.named_parameters() if p not in own
             }
-        for parameter, uses in self.owners.items():
+        for parameter, uses in self.uses.items():
             if uses > 1:
                 self.grad_state.mark_shared(parameter)
 
     def _is_part(self, module: nn.Module) -> bool:
-        """Runs private layers, and is none: called by itself, it may do anything to their samples."""
+        """It is not private, but runs private layers. A script may call it by itself."""
         if module in self.handles or not MARKS.isdisjoint(vars(module)):
             return False
         return any(below in self.handles for below in module.modules())
@@ -398,8 +401,8 @@ class _Installer:
         rule, own = find_rule(module), _own(module)
         self._claim(own)
         if isinstance(module, nn.RNNBase):
-            handle.scopes.append(SortedForwardWrapper())
-        if rule is None:  # its parameters are followed wherever they are used
+            handle.wrappers.append(SortedForwardWrapper())
+        if rule is None:  # each use of its parameters is tracked
             for name in own:
                 self.grad_state.plan_log.register(f"{path}.{name}".lstrip("."), FOLLOWED)
             return
@@ -411,7 +414,7 @@ class _Installer:
 
     def _claim(self, own: dict[str, nn.Parameter]) -> None:
         for parameter in own.values():
-            self.owners[parameter] = self.owners.get(parameter, 0) + 1
+            self.uses[parameter] = self.uses.get(parameter, 0) + 1
 
     def _handle(self, path: str, module: nn.Module) -> LayerHook:
         return self.handles.setdefault(module, LayerHook(path, self.grad_state))
@@ -422,15 +425,15 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 PREFIX = "_module."
-"""Of the keys of a private model's state_dict."""
+"""Prefix of the keys of a private model's state_dict."""
 
 
 class FastGradSampleModule(AbstractGradSampleModule):
     """The private model: `m` with its trainable layers intercepted.
 
-    Behaves as `m`: what it has not, `m` is asked for, and what `m` has is set there. Keys of its
-    state_dict carry the prefix `_module.`, as with Opacus; load_state_dict takes those of `m`, too, and
-    fastclip.unwrap gives `m`.
+    It behaves as `m`. Attributes that it lacks are read from `m`, and attributes of `m` are set there.
+    Keys of its state_dict have the prefix `_module.`, as in Opacus. load_state_dict also takes the keys
+    of `m`, and fastclip.unwrap returns `m`.
 
     Args:
         m: the model.
@@ -444,23 +447,23 @@ class FastGradSampleModule(AbstractGradSampleModule):
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
-        attach_keeper(self, m, grad_state, batch_first, loss_reduction)
+        attach_state(self, m, grad_state, batch_first, loss_reduction)
 
     @pass_over
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return call_root(self._module, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper has not is the model's own: `model.config`, `model.encode`."""
+        """Attributes that the wrapper lacks are the model's: `model.config`, `model.encode`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_module":  # not there yet
+            if name == "_module":  # not set yet
                 raise
             return getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is read from the model is set there, where its forward reads it."""
+        """Attributes of the model are set on the model, where its forward reads them."""
         parts = self.__dict__.get("_modules", {})
         model = parts.get("_module")
         own = name in vars(self) or name in parts or hasattr(type(self), name)
@@ -470,7 +473,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
             setattr(model, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """As torch's; keys of the bare model are as good as those of this one."""
+        """As in torch; keys of the bare model are accepted too."""
         if not any(key.startswith(PREFIX) for key in state_dict):
             state_dict = {PREFIX + key: value for key, value in state_dict.items()}
         return super().load_state_dict(state_dict, *args, **options)
@@ -482,7 +485,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
         self.grad_state.batch.accumulation_allowed = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad` and, unless a split batch is being gathered, `p.summed_grad`."""
+        """Clears `p.grad` and, unless a split batch is incomplete, `p.summed_grad`."""
         self.grad_state.zero_grad()
         nn.Module.zero_grad(self, set_to_none)
 
@@ -495,21 +498,21 @@ class FastGradSampleModule(AbstractGradSampleModule):
     cleanup = remove_hooks
 
     def _close(self) -> None:
-        """What Opacus' `to_standard_module` calls."""
+        """Called by Opacus' `to_standard_module`."""
         self.cleanup()
 
 
-GradSampleModule.register(FastGradSampleModule)  # loops unwrap what isinstance tells them is one
+GradSampleModule.register(FastGradSampleModule)  # loops check isinstance, then unwrap
 
 
 class FastGradSampleHooks(AbstractGradSampleHooks):
-    """The handle of wrap_model=False; `cleanup()` makes the model ordinary again."""
+    """The module handle of wrap_model=False; `cleanup()` makes the model non-private again."""
 
     def __init__(
         self, m: nn.Module, *, grad_state: GradientState, batch_first: bool = True,
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
-        attach_keeper(self, m, grad_state, batch_first, loss_reduction)
+        attach_state(self, m, grad_state, batch_first, loss_reduction)
 
     forbid_grad_accumulation = FastGradSampleModule.forbid_grad_accumulation
     allow_grad_accumulation = FastGradSampleModule.allow_grad_accumulation
@@ -520,51 +523,51 @@ class FastGradSampleHooks(AbstractGradSampleHooks):
 def _has(model: nn.Module, name: str) -> bool:
     try:
         return hasattr(model, name)
-    except Exception:  # a property of its own, which cannot be read now
+    except Exception:  # a property that cannot be read now
         return True
 
 
-def attach_keeper(
+def attach_state(
     owner: Any, m: nn.Module, grad_state: GradientState, batch_first: bool, loss_reduction: str
 ) -> None:
-    """`m` becomes private for this gradient state, and `owner` is what a program holds of it."""
+    """Make `m` private for this gradient state; `owner` is the wrapper or module handle."""
     install(m, grad_state)
     grad_state.trace.know(m)
     owner.grad_state = grad_state
     owner.batch_first = batch_first
     owner.loss_reduction = loss_reduction
     owner.grad_accumulation_hook = None
-    owner._module = m  # behind what the wrapper has itself: some models have such names, too
+    owner._module = m  # last: some models have attributes of these names too
     for parameter in m.parameters():
-        for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:  # of an engine that is gone without cleanup()
+        for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:  # from an engine that ended without cleanup()
             parameter.__dict__.pop(name, None)
         if parameter.requires_grad:
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
 
 # -------------------------------------------------------------------------------------------------
-# From what training wraps back to the user's model, and its names.
+# From wrappers back to the user's model and its names.
 
 
 Value = TypeVar("Value")
 PREFIXES = ("_module.", "module.", "_orig_mod.")
-"""Of state_dict keys: make_private's, DistributedDataParallel's, torch.compile's."""
+"""Prefixes of state_dict keys: make_private, DistributedDataParallel, torch.compile."""
 
 
 def unwrap(model: nn.Module | AbstractGradSampleHooks) -> nn.Module:
-    """The model as it was given to make_private: its class, its methods, its state_dict keys.
+    """The model that was passed to make_private, with its class, methods and state_dict keys.
 
-    It stays private while it is trained; `model.cleanup()` makes it ordinary again.
+    The model stays private. `model.cleanup()` makes it non-private again.
 
     Args:
         model: what make_private returned, also inside DistributedDataParallel or torch.compile.
 
     Raises:
-        ArgumentTypeError: for something else than a model.
+        ArgumentTypeError: `model` is not a model.
     """
     if not isinstance(model, (nn.Module, AbstractGradSampleHooks)):
         raise ArgumentTypeError(
-            f"unwrap expects the model that make_private returned, got {type(model).__name__}"
+            f"model expects what make_private returned, got {type(model).__name__}."
         )
     inner: nn.Module = model
     while True:
@@ -576,15 +579,15 @@ def unwrap(model: nn.Module | AbstractGradSampleHooks) -> nn.Module:
 
 
 def bare_state_dict(state: Mapping[str, Value], model: nn.Module) -> dict[str, Value]:
-    """A saved state_dict of a private model with the keys of the user's own.
+    """A saved state_dict of a private model, with the keys of the user's own model.
 
     Args:
-        state: its keys with what make_private, DistributedDataParallel or torch.compile put before
-            them, or without.
-        model: the user's, for `model.load_state_dict(bare_state_dict(state, model))`.
+        state: a state_dict whose keys may have prefixes of make_private, DistributedDataParallel or
+            torch.compile.
+        model: the user's model, for `model.load_state_dict(bare_state_dict(state, model))`.
 
     Raises:
-        ArgumentError: the keys are another model's.
+        ArgumentError: the keys belong to another model.
     """
     own = unwrap(model).state_dict().keys()
     found = dict(state)
@@ -592,8 +595,10 @@ def bare_state_dict(state: Mapping[str, Value], model: nn.Module) -> dict[str, V
         prefix = next((p for p in PREFIXES if found and all(k.startswith(p) for k in found)), None)
         if prefix is None:
             raise ArgumentError(
-                f"bare_state_dict expects a state of {type(unwrap(model)).__name__}, with keys such as "
-                f"{next(iter(own), None)!r}, got {next(iter(state), None)!r}"
+                f"state expects keys of {type(unwrap(model)).__name__} such as "
+                f"{next(iter(own), None)!r}, got {next(iter(state), None)!r}. Pass the state_dict of "
+                "the same model.",
+                doc="wrapped-model",
             )
         found = {key.removeprefix(prefix): value for key, value in found.items()}
     return found

@@ -1,9 +1,9 @@
-"""The loss that a model computes itself, per sample: make_private(model_loss="per_sample").
+"""Per-sample losses of models that compute their own loss: make_private(model_loss="per_sample").
 
-A mean cross entropy divides by all labels of the batch that count, so that a sample's gradient depends
-on the other samples. While the model runs, each such mean becomes the mean over samples of their own
-means. Other losses of torch that are means (of squares, of binary cross entropies) divide by the same
-number for every sample, and stay.
+A mean cross entropy divides by all counted labels of the batch, so a sample's gradient depends on the
+other samples. While the model runs, each such mean becomes the mean over samples of each sample's own
+mean. Other mean losses of torch (squared errors, binary cross entropies) divide by the same number for
+every sample, and are unchanged.
 
 Index letters: b sample, n labels of the batch, k class.
 """
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
     from fastclip.backward.state import GradientState
 
 _MEANS = {f: inspect.signature(f) for f in (F.cross_entropy, F.nll_loss)}
-"""Losses whose mean divides by the labels that count, or by their weights."""
+"""Losses whose mean divides by the number of counted labels, or by their weights."""
 _ENDS, _COUNT = "start_positions", "num_items_in_batch"
 _FUNCTION = "_loss_function"
-"""Where a model of transformers holds a loss_function that was set."""
+"""The attribute in which a model of transformers holds a loss_function that was set."""
 _KEPT = "_fastclip_loss"
 
 
 def replace_losses(model: Any, criterion: Any = None) -> None:
-    """The losses that a private model computes itself, and a criterion's, are per sample from now on.
+    """Make the losses that a private model computes itself, and a criterion, per-sample losses.
 
     Args:
-        model: what make_private returns. criterion: left alone, if it is no module with a `reduction`.
+        model: what make_private returns.
+        criterion: unchanged if it is not a module with a `reduction`.
     """
     grad_state, own = model.grad_state, uncompiled(bare(model._module))
     grad_state.model_loss, grad_state.calls.replaces_losses = (
@@ -52,32 +53,34 @@ def replace_losses(model: Any, criterion: Any = None) -> None:
 
 
 class ModelLoss:
-    """Replaces mean cross entropies that run inside of a private model by their per-sample form.
+    """Replaces mean cross entropies inside a private model by their per-sample form.
 
-    Evaluation (torch.no_grad) keeps the model's own loss.
+    Evaluation under torch.no_grad keeps the model's own loss.
 
     Args:
-        grad_state: knows how many samples run. name: the model's class, for messages.
+        grad_state: knows the number of samples. name: the model's class, for messages.
     """
 
     def __init__(self, grad_state: GradientState, name: str) -> None:
         self._grad_state, self._name = grad_state, name
         self._mask: Any = None
-        """Of the running call, if labels are positions: 0 where a sample is padded, [b, t]."""
+        """Attention mask of the running call, if labels are positions: 0 for padding, [b, t]."""
         self._within = 0
-        """Calls of loss_function that run."""
+        """Number of running calls of loss_function."""
         self.inline = False
-        """A loss was computed in the model's own code, where torch.compile would not see the change."""
+        """The model's own code computed a loss, where torch.compile would not see the replacement."""
         self.replaced = False
-        """A loss was."""
+        """A loss was replaced."""
         self.label_smoothing = 0.0
-        """Of a Trainer, where it has one; else a loss has its own."""
+        """Label smoothing of a Trainer; 0 keeps that of the loss."""
         self._said: set[str] = set()
         self._criteria: list[ref[nn.Module]] = []
 
     def replace(self, model: nn.Module, criterion: Any = None) -> None:
-        """Set it on the parts of `model` that have a `loss_function`, and on a criterion with a
-        `reduction`; `give_back` undoes it."""
+        """Replace each `loss_function` in `model`, and a criterion with a `reduction`.
+
+        `give_back` undoes it.
+        """
         for module in model.modules():
             found = getattr(type(module), "loss_function", None)
             if isinstance(found, property) and found.fset is not None:
@@ -88,7 +91,7 @@ class ModelLoss:
             self._criteria.append(ref(criterion))
 
     def give_back(self, model: nn.Module) -> None:
-        """The model and the criterion have the losses that they had."""
+        """Restore the losses of the model and the criterion."""
         for module in model.modules():
             _give_back(module, _FUNCTION, self)
         for criterion in (found() for found in self._criteria):
@@ -96,11 +99,11 @@ class ModelLoss:
                 _give_back(criterion, "forward", self)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, whose mean cross entropies are per sample."""
+        """`run` with per-sample mean cross entropies."""
         return _Around(self, as_written(run))
 
     def within(self, kwargs: dict[str, Any] | None = None) -> Any:
-        """A context in which they are."""
+        """A context with per-sample mean cross entropies."""
         return _PerSample(self, kwargs or {}) if torch.is_grad_enabled() else nullcontext()
 
     def inside_function(self, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -115,21 +118,21 @@ class ModelLoss:
             self._within -= 1
 
     def without_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a call without the number of labels that a Trainer counts."""
+        """Arguments of a call, without the number of labels in the batch that a Trainer counts."""
         if kwargs.get(_COUNT) is None or not torch.is_grad_enabled():
             return kwargs
         self._say(f"model_loss='per_sample' ignores {_COUNT}, which depends on the whole batch.")
         return {name: value for name, value in kwargs.items() if name != _COUNT}
 
     def of(self, mean: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """What a call of a loss returns: its per-sample form, where it is a mean over labels.
+        """The value of a loss: its per-sample form if it is a mean over labels.
 
         Raises:
-            GraphError: its labels are not of all samples alike.
+            GraphError: the number of labels is not a multiple of the number of samples.
         """
         given = _MEANS[mean].bind(*args, **kwargs)
         given.apply_defaults()
-        asked, samples = given.arguments, self._rows()
+        asked, samples = given.arguments, self._samples()
         labels, old = asked["target"], (asked["size_average"], asked["reduce"])
         of_labels = isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point()
         if not (samples and of_labels and asked["reduction"] == "mean" and old == (None, None)):
@@ -137,14 +140,15 @@ class ModelLoss:
         if len(labels) % samples:
             raise GraphError(
                 f"{self._name} computes a cross entropy over {len(labels)} labels for {samples} "
-                "samples, "
-                "which model_loss='per_sample' cannot replace. Return one loss per sample, [b]."
+                "samples, which model_loss='per_sample' cannot replace. Return one loss per sample, "
+                "[b].",
+                doc="coupled-loss",
             )
         self.inline, self.replaced = self.inline or not self._within, True
         if labels.numel() > samples or asked["weight"] is not None:
             self._say(
-                f"model_loss='per_sample' replaces the loss of {self._name}: it is now the mean over "
-                "samples of each sample's mean over its own counted labels (docs/losses.md)."
+                f"model_loss='per_sample' replaces the loss of {self._name} by the mean over samples of "
+                "each sample's mean over its own counted labels."
             )
         self._without_padding(asked)
         if self.label_smoothing and mean is F.cross_entropy:
@@ -155,14 +159,14 @@ class ModelLoss:
         )
         return (losses.sum(1) / counted).mean()
 
-    def _rows(self) -> int | None:
+    def _samples(self) -> int | None:
         grad_state = self._grad_state
         if grad_state.calls.probe is not None:
             return grad_state.calls.probe.rows
         return (grad_state.running_forward() or grad_state.forward).batch_size
 
     def _without_padding(self, asked: dict[str, Any]) -> None:
-        """Padding is no answer: what a sample loses to it would follow from the batch's longest one."""
+        """Exclude padding as an answer, because its share depends on the batch's longest sample."""
         mask, logits, labels = self._mask, asked["input"], asked["target"]
         if not isinstance(mask, Tensor) or mask.shape != logits.shape or labels.dim() != 1:
             return
@@ -174,7 +178,7 @@ class ModelLoss:
     def _say(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
-            say(message)
+            say(message, doc="coupled-loss")
 
 
 class _Around:
@@ -188,7 +192,7 @@ class _Around:
 
 
 class _PerSample(TorchFunctionMode):
-    """Sees every function of torch inside."""
+    """Intercepts every torch function called inside."""
 
     def __init__(self, loss: ModelLoss, kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -212,11 +216,11 @@ class _PerSample(TorchFunctionMode):
 
 
 class _Held(NamedTuple):
-    """What is kept on a module whose loss was replaced.
+    """The record on a module whose loss was replaced.
 
     Attributes:
-        loss: of the private model; a criterion, which outlives it, holds it weakly.
-        own: what had been set on the object.
+        loss: the private model's `ModelLoss`; a criterion outlives the model and holds it weakly.
+        own: the value that had been set on the object.
     """
 
     loss: Any
@@ -225,7 +229,7 @@ class _Held(NamedTuple):
 
 @ends_graph
 def _loss_function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The `loss_function` of a model of transformers: what it was, per sample."""
+    """The per-sample form of the `loss_function` of a model of transformers."""
     loss, own = self.__dict__[_KEPT]
     if own is None:
         kind: Any = type(self)
@@ -250,7 +254,7 @@ def _set(module: nn.Module, name: str, function: Any, loss: Any) -> None:
 
 
 def _give_back(module: nn.Module, name: str, loss: ModelLoss | None = None) -> None:
-    """The module has what it had, if `loss` (None: any) was set there."""
+    """Restore a module's loss if `loss` (None: any) was set there."""
     held = module.__dict__
     kept = held.get(_KEPT)
     if kept is None:

@@ -1,4 +1,4 @@
-"""The private optimizer: clipped sums in, noisy gradients out, then the inner step; GradScaler."""
+"""The private optimizer, which turns clipped sums into noisy gradients and steps; and GradScaler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, GraphError, StepEr
 from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
 
 # -------------------------------------------------------------------------------------------------
-# Attributes of private optimizers: most are kept elsewhere, by the state of a model or the hooks.
+# Attributes of private optimizers, most of which the gradient state or the hooks keep.
 
 
 # mypy: disable-error-code="empty-body"
@@ -46,32 +46,32 @@ K = TypeVar("K")
 
 
 def read(path: str) -> Callable[[Callable[..., Any]], property]:
-    """An attribute that is kept under this path; what is decorated says its type and what it is."""
-    return lambda told: property(attrgetter(path), doc=told.__doc__)
+    """A read-only attribute kept under this path; the decorated function gives type and docstring."""
+    return lambda described: property(attrgetter(path), doc=described.__doc__)
 
 
 def held(path: str) -> Callable[[Callable[..., Any]], property]:
-    """The same, which may be set."""
+    """The same, but writable."""
     get, (owner, _, name) = attrgetter(path), path.rpartition(".")
     owner_of = attrgetter(owner)
-    return lambda told: property(
-        get, lambda self, value: setattr(owner_of(self), name, value), doc=told.__doc__
+    return lambda described: property(
+        get, lambda self, value: setattr(owner_of(self), name, value), doc=described.__doc__
     )
 
 
 def shown(path: str) -> Callable[[Callable[..., Any]], property]:
-    """A tensor, or None; a copy for a reader, who may change it: no noise follows from it."""
+    """A copy of a tensor, or None. Changing the copy does not change the noise."""
     get = attrgetter(path)
 
     def copied(self: Any) -> Tensor | None:
         value: Tensor | None = get(self)
         return None if value is None else value.clone()
 
-    return lambda told: property(copied, doc=told.__doc__)
+    return lambda described: property(copied, doc=described.__doc__)
 
 
 def private(kind: type[K]) -> type[K]:
-    """A class of private optimizers: it has the attributes of `_Shared`, but for those of its own."""
+    """Decorator of private optimizers: adds the attributes of `_Shared` that the class lacks."""
     for name, value in vars(_Shared).items():
         if isinstance(value, (property, FunctionType)) and name not in vars(kind):
             setattr(kind, name, value)
@@ -79,32 +79,32 @@ def private(kind: type[K]) -> type[K]:
 
 
 class _Shared:
-    """What every private optimizer has: those of the fast mode, and those of Opacus' own modes.
+    """Attributes of every private optimizer, in the fast mode and in Opacus' own modes.
 
-    `hooks` (StepHooks) and `batch` (LogicalBatch) are its own, and `_source` is where its noise is from.
+    Each has its own `hooks` (StepHooks), `batch` (LogicalBatch) and noise source (`_source`).
     """
 
     _source: NoiseSource
 
     @held("hooks.releasing")
     def releasing(self) -> bool:
-        """step() is about to record what it releases; False where `add_noise` is called by hand."""
+        """step() is about to record its release; False if you call `add_noise` yourself."""
 
     @read("batch.last_was_real")
     def last_step_was_real(self) -> bool:
         """The last `step()` released a noisy step.
 
-        False if it only accumulated (physical batches, `signal_skip_step`) or raised an error before
-        its release, and before the first one.
+        False before the first call, if the call only accumulated (physical batches,
+        `signal_skip_step`), and if it raised an error before its release.
         """
 
     @read("batch.real_steps")
     def real_steps(self) -> int:
-        """Noisy steps that were released since make_private; an accumulation is none."""
+        """Number of noisy steps released since make_private, without accumulations."""
 
     @read("batch.account")
     def account(self) -> Any:
-        """What records the steps, and how their samples are drawn; None before make_private."""
+        """The object that records the steps and their sampling; None before make_private."""
 
     @read("hooks.ledger")
     def ledger(self) -> Any:
@@ -112,10 +112,10 @@ class _Shared:
 
     @property
     def step_hook(self: Any) -> Hook | None:
-        """All hooks of now in one call, as Opacus keeps its only one; None if there is none.
+        """All current hooks as one callable, like Opacus' only hook; None if there is none.
 
-        Setting it replaces all but the accountant's, which also comes first where the new hook calls
-        what was read here; it records a step once.
+        Setting it replaces all hooks except the accountant's. The accountant's hook runs first, and
+        records a step once, even if the new hook calls the old value of this attribute.
         """
         hooks: StepHooks = self.hooks
         return hooks.in_one
@@ -125,15 +125,15 @@ class _Shared:
         self.hooks.listed = [] if fn is None else [fn]
 
     def attach_step_hook(self: Any, fn: Hook) -> None:
-        """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.
+        """Calls `fn(self)` in every real step, before the inner step and after earlier hooks.
 
-        Unlike Opacus' this never replaces the accountant's hook.
+        Unlike in Opacus, this never replaces the accountant's hook.
         """
         self.hooks.listed.append(fn)
 
     @held("batch.flags")
     def _step_skip_queue(self) -> list[bool]:
-        """Opacus' queue of signals; the logical batch holds it."""
+        """Opacus' queue of skip signals, which the logical batch holds."""
 
     def _check_skip_next_step(self: Any, pop_next: bool = True) -> bool:
         """Whether the next step only accumulates."""
@@ -141,12 +141,12 @@ class _Shared:
 
     @property
     def noise_source(self) -> NoiseSource:
-        """Source of all noise, that of the gradients and that of the counts.
+        """Source of the noise of gradients and counts.
 
-        Setting it takes effect from the next draw.
+        Setting it takes effect at the next draw of noise.
 
         Raises:
-            ArgumentError: where a lesser source would follow a secure one.
+            ArgumentError: the current source is secure, and the new one is not.
         """
         return self._source
 
@@ -154,16 +154,16 @@ class _Shared:
     def noise_source(self, value: NoiseSource) -> None:
         if self._source.secure and not (value.secure and value.guarded):
             raise ArgumentError(
-                "the noise of an optimizer in secure mode stays cryptographic and guarded, and "
-                "passing a seed is prohibited in secure mode; for reproducible noise call "
-                "make_private of an engine without secure_mode"
+                "Passing a seed is prohibited in secure mode, where the noise stays cryptographic and "
+                "guarded. For reproducible noise, use an engine without secure_mode.",
+                doc="secure-mode",
             )
         value.account = self.account
         self._source = value
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What noise is drawn from as it is; None for a stream of its own, and in secure mode."""
+        """The generator that you passed; None for fastclip's own stream, and in secure mode."""
         return self._source.generator
 
     @generator.setter
@@ -173,7 +173,7 @@ class _Shared:
 
     @property
     def secure_mode(self) -> bool:
-        """Noise is cryptographic and guarded against floating-point attacks; it cannot be turned off."""
+        """Noise is cryptographic and guarded against floating-point attacks. It cannot be turned off."""
         return self._source.secure
 
     @secure_mode.setter
@@ -181,19 +181,22 @@ class _Shared:
         if value == self._source.secure:
             return
         if value and self.generator is not None:
-            raise ArgumentError("Passing seed is prohibited in secure mode: omit the generator")
+            raise ArgumentError(
+                "Passing seed is prohibited in secure mode. Omit the generator.", doc="secure-mode"
+            )
         self.noise_source = SecureNoise() if value else SeededNoise()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Refuse `copy.copy`, `copy.deepcopy` and `pickle`.
+        """Raise an error for `copy.copy`, `copy.deepcopy` and `pickle`.
 
-        A copy would hold the same sums, release them once more and write to the same ledger. (Made by
-        torch's own rules for optimizers it would, besides, change `step` of the whole class.)
+        A copy would hold the same sums, release them again and write to the same ledger. A copy by
+        torch's own rules would also change `step` of the whole class.
         """
         raise StepError(
-            f"{type(self).__name__} cannot be copied or pickled: the copy would release the same sums "
-            "a second time, and be accounted for once; save optimizer.state_dict(), or "
-            "engine.save_checkpoint(...) with model and accountant, and load it where it is needed"
+            f"{type(self).__name__} cannot be copied or pickled, because a copy would release the same "
+            "sums again without accounting for it. Save optimizer.state_dict(), or call "
+            "engine.save_checkpoint(...).",
+            doc="optimizers",
         )
 
 
@@ -209,23 +212,23 @@ STATE = "fastclip_clipping"
 
 @private
 class FastDPOptimizer(DPOptimizer):
-    """An opacus DPOptimizer whose clipping has already happened in the backward pass.
+    """An Opacus DPOptimizer for sums that the backward pass has clipped already.
 
-    Formal guarantee: each real step releases (sum + N(0, (sigma_grad * S)^2 I)) / B once, where the
-    sum has L2 sensitivity S, recorded when it was clipped, and B is public; and, for strategies that
-    count, the counts with noise sigma_count times their sensitivity. Together they cost what one
-    Gaussian mechanism of noise multiplier sigma costs: 1 / sigma^2 = 1 / sigma_grad^2 +
-    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1). Neighbors differ in one sample that was added or
-    removed; what sampling adds holds for Poisson sampling alone (see `make_private`).
+    Formal guarantee: each real step releases (sum + N(0, (sigma_grad * S)^2 I)) / B once. The sum has
+    L2 sensitivity S, recorded when it was clipped, and B is public. Strategies that count also release
+    the counts, with noise sigma_count times their sensitivity. The total cost is that of one Gaussian
+    mechanism of noise multiplier sigma: 1 / sigma^2 = 1 / sigma_grad^2 + 1 / sigma_count^2 (Zhao et al.
+    2025, Lemma 3.1). Neighbors differ in one sample that was added or removed. Amplification by
+    sampling holds for Poisson sampling alone (see `make_private`).
 
     Args:
         optimizer: the inner optimizer.
         grad_state: gradient state of the private model.
-        noise_multiplier: the total sigma, that of the first step where a schedule changes it.
+        noise_multiplier: the total sigma; with a schedule that of the first step.
         expected_batch_size: B.
         loss_reduction: "mean" divides by B.
         generator: source of the noise (torch's global one if None).
-        secure_mode: cryptographic noise, in the place of a generator's.
+        secure_mode: cryptographic noise instead of a generator's.
     """
 
     def __init__(
@@ -236,8 +239,9 @@ class FastDPOptimizer(DPOptimizer):
         self.grad_state, self.hooks = grad_state, StepHooks(grad_state.batch)
         if grad_state.clipping.strategy.threshold.count_noise_ratio and not expected_batch_size:
             raise ArgumentError(
-                "a strategy that counts expects expected_batch_size > 0, the public denominator of "
-                f"its fractions, got {expected_batch_size!r}"
+                "expected_batch_size expects a number > 0 with a strategy that counts, got "
+                f"{expected_batch_size!r}. Pass the public denominator of its fractions.",
+                doc="noisy-counts",
             )
         super().__init__(
             optimizer, noise_multiplier=noise_multiplier, max_grad_norm=None,  # type: ignore[arg-type]
@@ -250,18 +254,18 @@ class FastDPOptimizer(DPOptimizer):
         grad_state.clipping.first_multiplier = noise_multiplier
         check_alike(grad_state, optimizer, loss_reduction=loss_reduction, secure_mode=secure_mode)
 
-    # Kept by the model's gradient state
+    # Attributes that the model's gradient state keeps
 
     @held("grad_state.clipping.noise_multiplier")
     def noise_multiplier(self) -> float:
-        """Total sigma of the next real step; what the accountant records.
+        """Total sigma of the next real step, which the accountant records.
 
-        Setting it takes effect at the next real step; a schedule goes on from the value set.
+        Setting it takes effect at the next real step. A schedule continues from the new value.
         """
 
     @read("grad_state.clipping.levels")
     def noise_levels(self) -> NoiseLevels:
-        """Noise multipliers of the next real step: total, of the gradients, of the counts."""
+        """Noise multipliers of the next real step: total, gradients and counts."""
 
     @held("grad_state.clipping.expected_batch_size")
     def expected_batch_size(self) -> float | None:
@@ -269,17 +273,17 @@ class FastDPOptimizer(DPOptimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """C of the next logical batch: of layers the norm of the thresholds, of groups C_0.
+        """C of the next logical batch. Per layer it is the norm of the thresholds, for groups C_0.
 
-        Setting it takes effect at the next logical batch: the noise of this one uses the
-        sensitivity at which it was clipped. A per-layer strategy takes a list, or a number to which
-        all thresholds are rescaled together; those of groups keep their ratios.
+        Setting it takes effect at the next logical batch. The noise of the current one uses the
+        sensitivity at which it was clipped. A per-layer strategy takes a list of thresholds, or their
+        new norm. Thresholds of groups keep their ratios.
         """
         return self.grad_state.clipping.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float] | None) -> None:
-        if value is not None:  # the base class's constructor: the gradient state has it already
+        if value is not None:  # None: the base class's constructor; the gradient state has it
             self.grad_state.clipping.max_grad_norm = value  # type: ignore[assignment]
 
     @read("grad_state.clipping.max_grad_norms")
@@ -288,77 +292,76 @@ class FastDPOptimizer(DPOptimizer):
 
     @shown("grad_state.clipping.current.threshold")
     def threshold(self) -> Tensor:
-        """What the norms of the current (or last) logical batch are compared with.
+        """The threshold that norms of the current (or last) logical batch are compared with, a copy.
 
-        C, a scalar, or one a group or layer; Z of a global function. Public after the step; before
-        it, where thresholds come from the same step's counts, it is not accounted yet. A copy: the
-        noise follows from the one that samples were clipped at.
+        C, a scalar or one value per group or layer; Z for a global scale function. It is public after
+        the step. Before the step it is not accounted for yet if it comes from the same step's counts.
         """
 
     @shown("grad_state.clipping.current.weights")
     def group_weights(self) -> Tensor | None:
-        """theta_k of the current (or last) logical batch, [k], where a strategy reweights groups."""
+        """theta_k of the current (or last) logical batch, [k], if the strategy reweights groups."""
 
     @property
     def sensitivity(self) -> Tensor:
-        """L2 sensitivity S of the sum at which its noise is scaled, a scalar."""
+        """L2 sensitivity S of the sum, to which its noise is scaled, a scalar."""
         return self.grad_state.clipping.sensitivity().clone()
 
     @read("grad_state.per_sample_norms")
     def per_sample_norms(self) -> Tensor | None:
-        """Raw norms [samples, or units] of the last backward. For debugging; NOT private."""
+        """Raw norms of the last backward pass, [samples] or [units]. For debugging; NOT private."""
 
     @held("grad_state.monitor.enabled")
     def warn_of_non_finite(self) -> bool:
-        """Warn once, in a backward pass, if a sample's gradient is not finite; False.
+        """Warn once, in a backward pass, if a sample's gradient is not finite. Default False.
 
-        For debugging; NOT private: the warning tells something about one sample.
+        For debugging; NOT private: the warning reveals something about one sample.
         """
 
     @shown("grad_state.clipping.noisy_counts")
     def noisy_counts(self) -> Tensor | None:
-        """Noisy counts of the last real step; None before it, or where nothing is counted.
+        """Noisy counts of the last real step; None before it, or if nothing is counted.
 
-        A scalar for a quantile; [2, k] for groups (beyond and within the threshold; for a quantile
-        of groups counted and not); [k], the sizes of the groups, for reweighting.
+        A scalar for a quantile. [2, k] for groups: beyond and within the threshold, or for a quantile
+        per group, counted and not counted. [k] for reweighting: the group sizes.
         """
 
     @read("batch.consumed")
     def accumulated_iterations(self) -> int:
-        """Batches that the current (or last) step consumes: scales the sampling rate."""
+        """Number of batches that the current (or last) step consumes; scales the sampling rate."""
 
     @read("grad_state.batch")
     def batch(self) -> LogicalBatch:
-        """The state of what the next real step releases."""
+        """The state of the logical batch that the next real step releases."""
 
     @held("grad_state.clipping.noise")
     def _source(self) -> NoiseSource: ...
 
     @property
     def grad_samples(self) -> list[Tensor]:
-        """Never materialized here: see `p.summed_grad` and `per_sample_norms`."""
+        """Not available in the fast mode: see `p.summed_grad` and `per_sample_norms`."""
         raise AttributeError(
-            "the fast mode keeps no per-sample gradients; use p.summed_grad and "
-            "optimizer.per_sample_norms, or grad_sample_mode='hooks'"
+            "The fast mode keeps no per-sample gradients. Use p.summed_grad and "
+            "optimizer.per_sample_norms, or grad_sample_mode='hooks'."
         )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+        """Read by torch.amp.GradScaler.step(), which would skip steps on overflow."""
         raise StepError(
-            "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
-            "would skip steps on overflow, which tells something about raw gradients; use "
-            "fastclip.GradScaler in its place, or bfloat16 without a scaler"
+            "torch.amp.GradScaler does not scale the clipping threshold, and skips steps on overflow, "
+            "which reveals something about raw gradients. Use fastclip.GradScaler instead.",
+            doc="mixed-precision",
         )
 
     # A step
 
     def clip_and_accumulate(self) -> None:
-        """Nothing to do: the backward pass has clipped and summed."""
+        """Does nothing: the backward pass has clipped and summed."""
 
     def add_noise(self) -> None:
-        """Replace `p.grad` by the noisy sum over the public denominator, once it is recorded."""
-        if not self.releasing:  # by hand: the one release of these sums
+        """Records the release, then replaces `p.grad` by the noisy sum over the public denominator."""
+        if not self.releasing:  # called by the user: the one release of these sums
             self.batch.step(skip=False)
         parameters, batches = self.params, self.accumulated_iterations
         divisor, record = divisor_of(self, batches), partial(self.hooks.record, self)
@@ -368,11 +371,11 @@ class FastDPOptimizer(DPOptimizer):
         release_to(parameters, gradients)
 
     def scale_grad(self) -> None:
-        """Nothing to do: `add_noise` divides, in the same pass over the gradients."""
+        """Does nothing: `add_noise` divides in the same pass over the gradients."""
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad` and the sums; the sums of a split batch stay until its real step.
+        """Clears `p.grad` and the sums. The sums of a split batch stay until its real step.
 
         Raises:
             StepError: between backward() and step() of a split batch.
@@ -381,7 +384,7 @@ class FastDPOptimizer(DPOptimizer):
         self.original_optimizer.zero_grad(set_to_none)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Everything before the inner step; False if this step only accumulates."""
+        """Runs everything before the inner step; returns False if this step only accumulates."""
         self.batch.last_was_real = False
         self.grad_state.trace.over()
         if not (parameters := self.params):
@@ -392,8 +395,9 @@ class FastDPOptimizer(DPOptimizer):
         unknown = {*map(id, whole)} - known
         if unknown:
             raise StepError(
-                f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
-                "make_private, so their gradients are not clipped; call make_private again"
+                f"{len(unknown)} trainable parameters were added to the optimizer or unfrozen after "
+                "make_private, so their gradients are not clipped. Call make_private again.",
+                doc="optimizers",
             )
         if not self.batch.retired:
             _take_no_samples(self.grad_state, parameters)
@@ -409,7 +413,7 @@ class FastDPOptimizer(DPOptimizer):
             self.add_noise()
             state.release(self.accumulated_iterations)
             self.hooks.run(self)
-        except BaseException:  # not accounted, or a hook failed, Ctrl-C: nothing is released
+        except BaseException:  # not recorded, a failed hook, Ctrl-C: nothing is released
             keep_only(self, ())
             state.restore(before)
             raise
@@ -421,7 +425,7 @@ class FastDPOptimizer(DPOptimizer):
 
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One private step, or only an accumulation where the batch memory manager says so."""
+        """Takes one private step, or only accumulates if the batch memory manager says so."""
         self.batch.last_was_real = False
         if closure is not None:
             with torch.enable_grad():
@@ -433,10 +437,10 @@ class FastDPOptimizer(DPOptimizer):
             return self.original_optimizer.step()
 
     def discard_logical_batch(self) -> None:
-        """Give up the logical batch that is being gathered: its sums, counts and gradients.
+        """Drops the current logical batch: its sums, counts and gradients.
 
-        For where a loop over a BatchMemoryManager is left before its end, or one of its physical
-        batches is skipped. Nothing of it is released, so it costs nothing.
+        Call this if you leave a loop over a BatchMemoryManager early, or skip one of its physical
+        batches. Nothing is released, so the privacy cost is zero.
         """
         self.grad_state.discard()
         keep_only(self, ())
@@ -445,7 +449,7 @@ class FastDPOptimizer(DPOptimizer):
         """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this).
 
         Raises:
-            StepError: for strategies that must see the whole logical batch before they clip it.
+            StepError: the strategy needs the whole logical batch before it clips.
         """
         policy = self.grad_state.clipping.strategy.threshold
         if do_skip and policy.same_step:
@@ -453,19 +457,19 @@ class FastDPOptimizer(DPOptimizer):
         self.batch.signal(do_skip)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and what the clipping strategy has to remember, if anything.
+        """The state of the inner optimizer, and that of the clipping strategy, if any.
 
-        Never the generator, the noise multiplier or anything of raw data.
+        It never holds the generator, the noise multiplier or raw data.
         """
         saved = super().state_dict()
         state = self.grad_state.clipping.state_dict()
         return saved if state is None else {**saved, STATE: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, this class's or Opacus'.
+        """Continues from a `state_dict()` of this class or of Opacus.
 
         Raises:
-            ArgumentError: if it holds the thresholds of another strategy; nothing is loaded.
+            ArgumentError: it holds the thresholds of another strategy. Nothing is loaded.
         """
         inner = dict(state_dict)
         self.grad_state.clipping.load_state_dict(inner.pop(STATE, None), self.batch.fresh)
@@ -473,8 +477,10 @@ class FastDPOptimizer(DPOptimizer):
 
 
 def _take_no_samples(grad_state: GradientState, parameters: list[nn.Parameter]) -> None:
-    """A loop gives all parameters a `grad_sample` of no samples, and runs no pass: Opacus' way of an
-    empty batch that its model does not take."""
+    """Count an empty batch if the loop gave every parameter a `grad_sample` of no samples.
+
+    Opacus' users do so, without a backward pass, if the model does not accept an empty batch.
+    """
     given = (p.__dict__.get("grad_sample") for p in parameters)
     none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
     if none and grad_state.clipping.ranks is None:
@@ -491,26 +497,26 @@ _DYNAMIC = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 class GradScaler:
-    """Takes the place of `torch.amp.GradScaler` in a private training script.
+    """Replaces `torch.amp.GradScaler` in a private training script.
 
-    float16 loses gradients below 6e-8. Scaling the loss by a power of two lifts them through the
-    backward pass; the engine divides norms and sums by it again, exactly, in float32. So thresholds,
-    `optimizer.per_sample_norms`, `p.summed_grad` and `p.grad` are those of the unscaled loss, for
-    any scale, and whether or not `step` is called through the scaler.
+    float16 loses gradients below 6e-8. Scaling the loss by a power of two keeps them in the backward
+    pass. The engine divides norms and sums by the scale again, exactly, in float32. Thresholds,
+    `optimizer.per_sample_norms`, `p.summed_grad` and `p.grad` are then those of the unscaled loss, for
+    any scale, and whether or not you call `step` through the scaler.
 
-    torch's scaler skips the step in which any gradient overflows and follows such overflows with its
-    scale: both tell something about raw gradients without noise. This one never skips and its scale
-    stays as it is set; a sample whose gradient overflows contributes exactly zero to its step.
+    torch's scaler skips a step in which any gradient overflows, and adapts its scale to overflows. Both
+    reveal something about raw gradients without noise. This scaler never skips, and its scale is fixed.
+    A sample whose gradient overflows contributes exactly zero to its step.
 
-    Formal guarantee: the scale changes nothing in what is released but rounding, and which samples
-    overflow, each by its own gradient alone: the sensitivity of the sum and its noise are as
-    without it. This holds as long as the scale does not depend on the private data.
+    Formal guarantee: the scale changes only the rounding of the release, and which samples overflow,
+    each by its own gradient alone. The sensitivity of the sum and its noise are unchanged. This holds
+    as long as the scale does not depend on private data.
 
     Args:
-        device: accepted for torch's sake and not used.
-        init_scale: the scale, a power of two; 4096 if not given. docs/mixed_precision.md says how to
-            choose it, on public data.
-        enabled: False makes every method do what a script without a scaler would.
+        device: accepted for compatibility with torch, and not used.
+        init_scale: the scale, a power of two; default 4096. Choose it on public data
+            (docs/mixed_precision.md).
+        enabled: False makes every method do what a script without a scaler would do.
 
     Examples:
         >>> scaler = fastclip.GradScaler()
@@ -523,8 +529,8 @@ class GradScaler:
         ...     scaler.update()
 
     Raises:
-        ArgumentError: for a scale that is not a power of two from 2^-24 to 2^32.
-        ArgumentTypeError: for other types, and for torch's arguments of a scale that moves.
+        ArgumentError: the scale is no power of two from 2^-24 to 2^32.
+        ArgumentTypeError: other types, and torch's arguments of a scale that adapts.
     """
 
     def __init__(
@@ -533,58 +539,64 @@ class GradScaler:
     ) -> None:  # fmt: skip
         if dynamic.keys() & set(_DYNAMIC):
             raise ArgumentTypeError(
-                f"fastclip.GradScaler got {sorted(dynamic)}, but its scale does not follow overflows, "
-                "which would tell something about raw gradients; omit them and set init_scale"
+                f"fastclip.GradScaler got {sorted(dynamic)}, but a scale that follows overflows reveals "
+                "something about raw gradients. Set init_scale instead.",
+                doc="mixed-precision",
             )
         if dynamic:
             raise ArgumentTypeError(
-                f"fastclip.GradScaler expects device, init_scale and enabled, got {sorted(dynamic)}"
+                f"fastclip.GradScaler expects device, init_scale and enabled, got {sorted(dynamic)}."
             )
         if isinstance(device, (int, float)):  # torch.cuda.amp.GradScaler takes the scale first
-            raise ArgumentTypeError(f"device expects a name, got {device!r}; pass init_scale=")
+            raise ArgumentTypeError(
+                f"device expects a name, got {device!r}. Pass the scale as init_scale={device!r}."
+            )
         if not isinstance(enabled, bool):
-            raise ArgumentTypeError(f"enabled expects a bool, got {enabled!r}")
+            raise ArgumentTypeError(f"enabled expects True or False, got {enabled!r}.")
         self._enabled = enabled
         self._scale = power_of_two("init_scale", init_scale)
 
     @disable_dynamo
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
-        """The loss times the scale, for `.backward()`; a list or tuple of losses, each.
+        """The loss times the scale, for `.backward()`; likewise each loss of a list or tuple.
 
-        Scale the whole loss, last. Scaled losses may be added to each other and divided by a number;
-        an unscaled loss of the same model that is added to them, or differentiated in the same call,
-        is refused in the backward pass.
+        Scale the whole loss, last. You may add scaled losses and divide them by a number. If you add an
+        unscaled loss of the same model, or differentiate one in the same call, the backward pass raises
+        an error.
 
         Raises:
-            GraphError: for a loss that is scaled already.
-            ArgumentTypeError: for what is neither a tensor nor a list or tuple of them.
+            GraphError: the loss is scaled already.
+            ArgumentTypeError: `outputs` is neither a tensor nor a list or tuple of tensors.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
             if is_scaled(outputs.grad_fn):
-                raise GraphError("this loss is scaled already: call scaler.scale once, on the sum")
+                raise GraphError(
+                    "The loss is scaled already. Call scaler.scale once, on the sum of the losses.",
+                    doc="mixed-precision",
+                )
             return ScaledLoss.apply(outputs, self._scale)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(output) for output in outputs)
         raise ArgumentTypeError(
-            f"scale expects a tensor or a list or tuple of tensors, got {type(outputs).__name__}"
+            f"outputs expects a tensor or a list or tuple of tensors, got {type(outputs).__name__}."
         )
 
     def unscale_(self, optimizer: FastDPOptimizer) -> None:
-        """Nothing to do: `p.summed_grad` holds no scale. Kept for scripts written for torch's.
+        """Does nothing, because `p.summed_grad` holds no scale. Exists for scripts written for torch.
 
         Raises:
-            ArgumentTypeError: for an optimizer that the engine did not return.
+            ArgumentTypeError: the engine did not return this optimizer.
         """
         self._check(optimizer)
 
     def step(self, optimizer: FastDPOptimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step(...)`, always.
+        """Always calls `optimizer.step(...)`.
 
         Raises:
-            ArgumentTypeError: for an optimizer that the engine did not return, whose gradients
-                would keep the scale.
+            ArgumentTypeError: the engine did not return this optimizer, so its gradients would keep the
+                scale.
         """
         self._check(optimizer)
         return optimizer.step(*args, **kwargs)
@@ -592,17 +604,18 @@ class GradScaler:
     def _check(self, optimizer: Any) -> None:
         if self._enabled and not isinstance(optimizer, FastDPOptimizer):
             raise ArgumentTypeError(
-                "fastclip.GradScaler expects the optimizer that FastPrivacyEngine.make_private "
-                f"returned in the fast mode, got {type(optimizer).__name__}: its gradients would "
-                "keep the scale; train it without a scaler, or in bfloat16"
+                "optimizer expects the one that make_private returned in the fast mode, got "
+                f"{type(optimizer).__name__}, whose gradients would keep the scale. Train it without "
+                "fastclip.GradScaler.",
+                doc="mixed-precision",
             )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Set the scale of the losses to come; without an argument nothing happens.
+        """Sets the scale of later losses; without an argument nothing happens.
 
         Args:
-            new_scale: a power of two. It must not depend on private data: not on whether gradients
-                overflowed, nor on their norms.
+            new_scale: a power of two. It must not depend on private data, such as overflows or norms of
+                gradients.
         """
         if self._enabled and new_scale is not None:
             self._scale = power_of_two("new_scale", new_scale)
@@ -620,17 +633,18 @@ class GradScaler:
         return {"scale": self._scale} if self._enabled else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with the scale of `state_dict()`.
+        """Continues with the scale of a `state_dict()`.
 
         Raises:
-            ArgumentError: for anything else; the state of torch's scaler followed raw gradients.
+            ArgumentError: any other state. That of torch's scaler depends on raw gradients.
         """
         if not self._enabled:
             return
         if set(state_dict) != {"scale"}:
             raise ArgumentError(
-                f"the state of a fastclip.GradScaler expects the key 'scale' alone, got "
-                f"{sorted(state_dict)}; torch's scale follows raw gradients: set init_scale instead"
+                f"state_dict expects the key 'scale' alone, got {sorted(state_dict)}, and the scale of "
+                "torch's scaler follows raw gradients. Set init_scale instead.",
+                doc="mixed-precision",
             )
         self._scale = power_of_two("scale", state_dict["scale"])
 
@@ -640,11 +654,11 @@ def power_of_two(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{name} expects a power of two, got {value!r}") from error
+        raise ArgumentTypeError(f"{name} expects a power of two, got {value!r}.") from error
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
     if not exact or not 2.0**-24 <= number <= 2.0**32:
         raise ArgumentError(
-            f"{name} expects a power of two from 2^-24 to 2^32, so that scaling rounds nothing, got "
-            f"{value!r}"
+            f"{name} expects a power of two from 2^-24 to 2^32, got {value!r}.",
+            doc="mixed-precision",
         )
     return number

@@ -1,7 +1,7 @@
-"""The forward that a module has without fastclip, and modules that are followed as they run.
+"""The forward of a module without fastclip, and modules whose samples are tracked as they run.
 
-Libraries replace `model.forward` on the object: Accelerate's hooks, TRL, many a patch. An intercepted
-module keeps what it had there, runs it as its own, and has it back when it is let go.
+Libraries such as Accelerate and TRL replace `model.forward` on the object. An intercepted module keeps
+that function, runs it as its own forward, and gets it back when it is released.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fastclip.samples.calls import Forward
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
 
 _DEEPEST, _MOST = 8, 4096
-"""A forward is looked through so deep, and so many objects of it."""
+"""Depth, and number of objects, up to which a forward is searched."""
 
 
 def run_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module as it was; torch.compile and torch.export trace it."""
+    """Call a module's own forward, which torch.compile and torch.export trace."""
     own = module.__dict__.get(OWN)
     if own is None:
         return type(module).forward(module, *args, **kwargs)
@@ -45,14 +45,14 @@ def run_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @pass_over
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """The same, as what is called."""
+    """The module's own forward."""
     own = module.__dict__.get(OWN)
     plain = MethodType(type(module).forward, module) if own is None else own.forward
     return plain  # type: ignore[no-any-return]
 
 
 class Own:
-    """What a module had as `forward`. A copy of the module has one that runs the copy.
+    """The `forward` that was set on a module object. In a copy of the module it runs the copy.
 
     Args:
         path: of the module in the model of `grad_state`.
@@ -62,39 +62,41 @@ class Own:
         self.forward, self.path, self.grad_state = forward, path, grad_state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Own:
-        """
+        """Copy the forward for a copied module.
+
         Raises:
-            UnsupportedLayerError: what is copied as it is, a function, runs the original.
+            UnsupportedLayerError: a function, which copies share, runs the original module.
         """
         if _runs(self.forward, self.grad_state.calls.known):
             raise UnsupportedLayerError(
                 f"{where(self.path)}: the function that was set as its forward holds the model itself, "
-                "so a copy would run this model. Set types.MethodType(function, module), whose copy "
-                "has the copied module"
+                "so a copy would run this model. Set types.MethodType(function, module) instead.",
+                doc="changed-model",
             )
         given = copy.deepcopy(self.forward, memo), self.path, copy.deepcopy(self.grad_state, memo)
         return Own(*given)
 
 
 def replace(module: nn.Module, forward: MethodType, path: str, grad_state: GradientState) -> None:
-    """Make this the module's forward; one that was set on the object is kept.
+    """Set the module's forward, and keep one that was set on the object.
 
     Raises:
-        UnsupportedLayerError: the module has a forward from fastclip, of an engine that is gone.
+        UnsupportedLayerError: the module has a forward of an earlier fastclip engine.
     """
     held = module.__dict__
     if "forward" in held:
         if not MARKS.isdisjoint(held):
             raise UnsupportedLayerError(
-                f"{where(path, module)} has had its forward replaced by fastclip already; pass the "
-                "original model"
+                f"{where(path, module)}: fastclip has replaced its forward already. Pass the original "
+                "model.",
+                doc="wrapped-model",
             )
         held[OWN] = Own(held["forward"], path, grad_state)
     held["forward"] = forward
 
 
 def give_back(module: nn.Module) -> None:
-    """The module has the forward that it had."""
+    """Restore the module's own forward."""
     held = module.__dict__
     held.pop("forward", None)
     if OWN in held:
@@ -102,7 +104,7 @@ def give_back(module: nn.Module) -> None:
 
 
 def check_copied(model: nn.Module) -> None:
-    """Refuse a copy with a forward that runs what it was copied from.
+    """Raise an error for a copy with a forward that runs the original.
 
     Raises:
         UnsupportedLayerError: naming the module.
@@ -121,8 +123,9 @@ def check_copied(model: nn.Module) -> None:
         if others and (inside.isdisjoint(held) or not others.isdisjoint(bound)):
             raise UnsupportedLayerError(
                 f"{where(path, module)}: the function that was set as its forward runs the model that "
-                "this one is a copy of. Set forward on the copy itself, once it is made "
-                "(get_compatible_module makes one, too)"
+                "this one is a copy of. Set forward on the copy, after copy.deepcopy or "
+                "get_compatible_module.",
+                doc="changed-model",
             )
 
 
@@ -135,7 +138,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _runs(forward: Any, parameters: set[nn.Parameter]) -> bool:
-    """Whether functions, of which there are no copies, hold modules with any of these parameters."""
+    """Whether functions, which copies share, hold modules with any of these parameters."""
     for value, shared in _reached(forward):
         held = value.parameters() if isinstance(value, nn.Module) else (value,)
         known = isinstance(value, (nn.Module, nn.Parameter))
@@ -145,7 +148,7 @@ def _runs(forward: Any, parameters: set[nn.Parameter]) -> bool:
 
 
 def _reached(forward: Any) -> Iterator[tuple[Any, bool]]:
-    """All that a forward holds, and whether a function does: copies of a function hold the same."""
+    """All objects that a forward holds, and whether a function holds them: copies share functions."""
     seen: set[tuple[int, bool]] = set()
     level = [(forward, False)]
     for _ in range(_DEEPEST):
@@ -161,7 +164,7 @@ def _reached(forward: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a forward is made of; of modules the functions that are set on them."""
+    """The parts of a forward; for modules the functions that are set on them."""
     if isinstance(value, FunctionType):
         return _of_function(value)
     if isinstance(value, partial):
@@ -201,22 +204,21 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------
-# A forward may be given something else than its module: samples are told by what that was called
-# with.
+# A forward may get other inputs than its module. Samples are found in the inputs of the module.
 #
 # A class may override `__call__`, and a forward pre-hook may return other inputs.
 
 
 def has_more(module: nn.Module) -> bool:
-    """Code of the user's runs before its forward."""
+    """Whether user code runs before its forward."""
     return _overrides(module) or _has_hooks(module)
 
 
 def check_given(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """The forward of a module that was called by itself is given what the module was called with.
+    """Check that a module called by itself passes its inputs to its forward unchanged.
 
     Raises:
-        UnsupportedLayerError: it is not, or that is not known.
+        UnsupportedLayerError: it does not, or this is unknown.
     """
     if not has_more(module) or not torch.is_grad_enabled():
         return
@@ -226,8 +228,9 @@ def check_given(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None
         "overrides __call__" if _overrides(module) else "changes its inputs in a forward pre-hook"
     )
     raise UnsupportedLayerError(
-        f"{where(path, module)} {what}, and what that does to samples is not seen here. Do it in "
-        "forward, or call the model that make_private returned (wrap_model=True)"
+        f"{where(path, module)} {what}, and fastclip cannot see what that does to samples. Do it in "
+        "forward, or call the model that make_private returned with wrap_model=True.",
+        doc="wrapped-model",
     )
 
 
@@ -248,14 +251,13 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Modules that run around uses of parameters: which one returns samples that were moved in their
-# places.
+# Modules that run around uses of parameters, and may return samples in another order.
 
 
 def follow(
     path: str, grad_state: GradientState, inner: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
-    """Run a module that is no private layer; where it moves samples, their owners will be told."""
+    """Run a module that is not a private layer, and record where it moves samples."""
     probe = grad_state.calls.probe
     if probe is not None:
         if any(is_private(x) for x in leaves_of((args, kwargs))):
@@ -285,12 +287,12 @@ def follow(
 
 
 def exports_as_it_was(private: Callable[..., Any]) -> FunctionType:
-    """Decorator of the forward of an intercepted module: torch.export finds the one that it had.
+    """Decorator of the forward of an intercepted module; torch.export gets the module's own.
 
-    What is exported is a program that is not private: no gradient comes back from it to the engine.
+    The exported program is not private: the engine gets no gradient from it.
     """
 
-    @functools.wraps(private, updated=())  # not what torch.compile is told of `private`
+    @functools.wraps(private, updated=())  # without torch.compile's settings of `private`
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
             return run_plain(self, *args, **kwargs)
@@ -301,16 +303,16 @@ def exports_as_it_was(private: Callable[..., Any]) -> FunctionType:
 
 
 def shown_as(forward: FunctionType, module: nn.Module) -> MethodType:
-    """`forward` bound to the module, with the signature that it had, which torch.export asks for.
+    """`forward` bound to the module, with the signature of the module's own for torch.export.
 
-    Names of inputs and of dynamic shapes are those of the arguments there.
+    torch.export names inputs and dynamic shapes by these arguments.
     """
     own = FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__,
         forward.__closure__,
     )  # fmt: skip
     own.__dict__.update(forward.__dict__)
-    with contextlib.suppress(TypeError, ValueError):  # a forward that is not Python's
+    with contextlib.suppress(TypeError, ValueError):  # a forward that is not a Python function
         asked = inspect.signature(vars(module).get("forward") or plain_forward(module))
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         known = [first, *asked.parameters.values()]
@@ -320,17 +322,17 @@ def shown_as(forward: FunctionType, module: nn.Module) -> MethodType:
 
 @disable_dynamo
 def eagerly(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run code that uses parameters by itself: a compiler would not see what becomes of them."""
+    """Run code that uses parameters itself without compiling it: uses would not be tracked."""
     return as_written(inner)(*args, **kwargs)
 
 
 def enter(path: str, forward: Forward) -> None:
-    """This module runs; what is learnt inside may say that it moves samples."""
+    """Record that this module runs."""
     forward.inside.append((path, Routing(forward.batch_size or 0)))
 
 
 def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
-    """What the module returns; if it moves samples, gradients come in there whose owners are known."""
+    """The module's output; if the module moves samples, gradients that enter here are attributed."""
     if forward.layout is None or path not in forward.layout.returns:
         return out
     leaves, structure = flatten(out)
@@ -343,10 +345,10 @@ def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
     batch = forward.batch_size or 0
     if not all(batch_axes[tensors.index(i)].fits(leaves[i], batch) for i in numbers):
         forward.layout.lost([path])
-        forward.layout.watch = None  # which the next call looks at again
+        forward.layout.watch = None  # the next call is probed again
         raise BatchSizeError(
-            f"{where(path)}: it returns other rows than in all calls before, so whose the rows inside "
-            "are was not followed; call the model on this batch again, which is known now"
+            f"{where(path)} returns other samples than in all calls before, so fastclip did not follow "
+            "the samples inside. Call the model on this batch again."
         )
     passed = routing.leave(
         [leaves[i] for i in numbers], [batch_axes[tensors.index(i)] for i in numbers]

@@ -58,7 +58,9 @@ from fastclip.trace.findings import Proof
 
 
 class FastPrivacyEngine(PrivacyEngine):
-    """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
+    """Drop-in replacement for `opacus.PrivacyEngine` that needs one standard backward pass.
+
+    The calls and the guarantee are those of Opacus.
 
     Examples:
         >>> engine = FastPrivacyEngine()
@@ -73,10 +75,10 @@ class FastPrivacyEngine(PrivacyEngine):
 
     Args:
         accountant: "prv" (default), "pld", "rdp" or "gdp".
-        secure_mode: noise of gradients and counts, and sampling, from ChaCha20 under keys of the
-            operating system, guarded against floating-point attacks (docs/secure_mode.md).
-        planner: chooses how norms are computed, within its memory budget; `plan()` shows what it
-            chose. The default keeps per-sample gradients where they are cheap.
+        secure_mode: draws noise and samples from ChaCha20 under keys of the operating system, and
+            guards noise against floating-point attacks (docs/secure_mode.md).
+        planner: chooses how norms are computed, within its memory budget. `plan()` shows the choice.
+            The default keeps per-sample gradients where they are cheap.
     """
 
     _accountant: Ledger | None = None
@@ -87,16 +89,16 @@ class FastPrivacyEngine(PrivacyEngine):
     ) -> None:
         if secure_mode:
             require_cipher()
-        opened = open_accountant(accountant)  # names the choices, where it is none
+        opened = open_accountant(accountant)  # names the choices, if it is none of them
         with warnings.catch_warnings():
-            # Opacus says so at every start; explain() and mechanism() do where it matters.
+            # Opacus warns at every start; explain() and mechanism() say so where it matters.
             warnings.filterwarnings("ignore", "Secure RNG turned off")
             super().__init__(accountant="rdp", secure_mode=False)
         self._accountant = keep_ledger(opened)  # not all versions of Opacus know all of its kinds
         self.secure_mode = secure_mode
         if planner is not None and not isinstance(planner, Planner):
             raise ArgumentTypeError(
-                f"planner expects a fastclip.Planner or None, got {type(planner).__name__}"
+                f"planner expects a fastclip.Planner or None, got {type(planner).__name__}."
             )
         self._planner = planner or Planner()
         self._runs: list[PrivateRun] = []
@@ -118,62 +120,58 @@ class FastPrivacyEngine(PrivacyEngine):
 
         Args:
             module: the model, in training mode.
-            optimizer: over this model's parameters.
-            criterion: loss, whose reduction must be `loss_reduction`; returned (unchanged) only
-                where grad_sample_mode is "ghost".
-            data_loader: its length sets the sampling rate q = 1 / len(data_loader), and the number N
-                of its samples the expected batch size B = N q, unless both are given: then epsilon
-                does not take N for public.
-            noise_multiplier: sigma, standard deviation of the noise over the sensitivity: the total
-                that the accountant sees, of which count queries take their share; of the first step
-                where the strategy has a noise schedule.
-            max_grad_norm: (first) clipping threshold C; a list, one a parameter tensor, for
-                "per_layer".
-            batch_first: samples lie along axis 0 of the model's inputs; else along axis 1.
+            optimizer: holds parameters of this model.
+            criterion: loss, whose reduction must be `loss_reduction`. It is returned unchanged, and
+                only if grad_sample_mode is "ghost".
+            data_loader: its length sets the sampling rate q = 1 / len(data_loader). Its number N of
+                samples sets the expected batch size B = N q. If you give both q and B, epsilon does
+                not treat N as public.
+            noise_multiplier: sigma, the standard deviation of the noise over the sensitivity. It is the
+                total that the accountant sees, count queries included. With a noise schedule it is that
+                of the first step.
+            max_grad_norm: (first) clipping threshold C. For "per_layer" a list with one threshold per
+                parameter tensor.
+            batch_first: samples lie along axis 0 of the model's inputs; otherwise along axis 1.
             loss_reduction: "mean" (over the physical batch) or "sum".
-            poisson_sampling: draw every sample independently with rate q. Else samples are trained on in
-                the loader's order, and accounted without amplification: each is in every pass. An
-                IterableDataset needs False, a batch_size, and to bring a sample at most once in a
-                step (on trust); every step is then recorded at q = 1, so that it needs no length:
-                without one B is expected_batch_size, or the loader's batch_size.
-            clipping: a strategy of fastclip.clipping, or the name of a preset, whose arguments are
-                further keywords here; "flat" and the keywords of "adaptive" are Opacus'.
-            noise_generator: drawn from as it is, for reproducible runs; not seeded as torch is.
-            grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
-                own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
+            poisson_sampling: draw every sample independently with rate q. If False, samples come in the
+                loader's order, each of them in every pass, and are accounted for without amplification.
+                An IterableDataset needs False and a batch_size, and must bring a sample at most once
+                per step (not checked). Every step is then recorded at q = 1, and no length is needed.
+                Without a length B is expected_batch_size, or the loader's batch_size.
+            clipping: a strategy of fastclip.clipping, or the name of a preset. Arguments of the preset
+                are further keywords here. "flat" and the keywords of "adaptive" are those of Opacus.
+            noise_generator: generator of the noise, for reproducible runs. fastclip does not seed it.
+            grad_sample_mode: "fast"; "ghost" does the same and also returns the criterion. Opacus' own
+                modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
             wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.
             rand_on_empty: an empty batch becomes one placeholder sample, which contributes nothing.
-            sample_rate: public q and B, of samples or units; give both.
-            expected_batch_size: public q and B, of samples or units; give both.
-            max_batch_size: most samples or units of a step; larger draws are cut at random, which
-                accountant="pld" accounts for. None: as many as are drawn.
-            unit_ids: whose every sample of the data set is, [samples]: a tensor, list, array, or
-                the name of a column. Then all is said of units (patients), not of samples: q, B,
-                clipping, epsilon.
-            max_samples_per_unit: samples of a unit that a step takes at most, drawn at random;
-            None: all.
+            sample_rate: public q, of samples or units. Give expected_batch_size too.
+            expected_batch_size: public B, of samples or units. Give sample_rate too.
+            max_batch_size: most samples or units per step. Larger sampled batches are truncated at
+                random, which accountant="pld" accounts for. None: no limit.
+            unit_ids: privacy unit of each sample in the data set, [samples]: a tensor, list, array, or
+                the name of a column. Then q, B, clipping and epsilon refer to units (patients).
+            max_samples_per_unit: most samples of a unit per step, drawn at random. None: all.
             unit_reduction: a unit's gradient is the "mean" or the "sum" of its samples' gradients.
-            model_loss: "per_sample" replaces mean cross entropies inside the model (a loss that
-                transformers computes of labels), and in a criterion that is a module with a
-                `reduction`, by the mean over samples of each sample's mean over its counted labels;
-                a sample without any contributes 0. `num_items_in_batch` is ignored. Under
-                torch.no_grad, and after `cleanup()`, the loss is the model's own. "own": always.
-            views: K samples of the model's batch for each sample of the loader's, its views, next
-                to each other (x.repeat_interleave(K, 0)): their mean gradient is clipped once
-                (arXiv 2204.13650, section 3.2). All else, B and epsilon included, is said of
-                samples, whatever K is.
+            model_loss: "own" keeps the losses of the model. "per_sample" replaces mean cross entropies
+                in the model (such as the losses of transformers), and in a criterion that is a module
+                with a `reduction`. The new loss is the mean over samples of each sample's mean over its
+                counted labels. A sample without counted labels contributes 0. `num_items_in_batch` is
+                ignored. Under torch.no_grad, and after `cleanup()`, the loss is the model's own.
+            views: K. The model's batch holds K views of each sample of the loader, next to each other
+                (x.repeat_interleave(K, 0)). Their mean gradient is clipped once (arXiv 2204.13650,
+                section 3.2). B and epsilon refer to samples, whatever K is.
 
         Returns:
             (model or handle, optimizer, data loader); with "ghost", (..., criterion, data loader).
 
         Raises:
-            fastclip.errors.*: naming the module or keyword and the way out. Nothing is changed.
+            fastclip.errors.*: naming the module or keyword, with a suggested fix. Nothing is changed.
 
         Formal guarantee: every real step of the optimizer is a Gaussian mechanism with noise
-        multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken, for
-        neighbors that differ in one sample (or unit) that was added or removed, where q and B are given
-        (else, and for poisson_sampling=False: one that is zeroed out, N being public).
-        `mechanism()` says all of it.
+        multiplier sigma on a Poisson sample of rate q. `get_epsilon` composes the steps taken. If q and
+        B are given, neighbors differ in one sample (or unit) that was added or removed. Otherwise, and
+        for poisson_sampling=False, one is zeroed out and N is public. `mechanism()` states all of it.
         """
         arguments = lifted({name: value for name, value in locals().items() if name != "self"})
         check_reached(self, FastPrivacyEngine)
@@ -196,21 +194,22 @@ class FastPrivacyEngine(PrivacyEngine):
         epochs: float, clipping: str | Clipping = "flat",
         reserve: Sequence[tuple[CountQuery, int]] = (), **options: Any,
     ) -> tuple:  # fmt: skip
-        """`make_private` with the noise multiplier that a privacy budget affords.
+        """Calls `make_private` with the noise multiplier that fits a privacy budget.
 
         Args:
             data_loader: as in `make_private`.
             clipping: as in `make_private`.
-            target_epsilon: the budget, spent after `epochs` passes; a guarantee as of `get_epsilon`.
-            target_delta: the budget's other half, in (0, 1).
-            epochs: number of passes, of 1 / q steps each; the loader draws exactly as many. A noise
-                schedule is composed over all of them, and the noise multiplier found is that of its
-                first step.
-            reserve: (query, times) of counts of the training set, or of data that overlap it, which the
-                budget is to cover, too. Nothing is paid yet: `count` and `prepay` do that.
+            target_epsilon: the budget, spent after `epochs` passes. The guarantee is that of
+                `get_epsilon`.
+            target_delta: delta of the budget, in (0, 1).
+            epochs: number of passes, of 1 / q steps each. The loader draws exactly as many batches. A
+                noise schedule is composed over all of them, and the noise multiplier found is that of
+                its first step.
+            reserve: (query, times) of counts that the budget should also cover, of the training set or
+                of data that overlap it. `count` and `prepay` pay for them later.
             **options: everything else that `make_private` takes, and options of the accountant
-                ("epsilon_tolerance", "alphas", "eps_error", ...); what the optimizer of one of Opacus'
-                own modes takes goes to it.
+                ("epsilon_tolerance", "alphas", "eps_error", ...). In Opacus' own modes, options of the
+                optimizer go to it.
 
         Returns:
             As `make_private`.
@@ -218,8 +217,8 @@ class FastPrivacyEngine(PrivacyEngine):
         validation.check_loader(data_loader)
         validation.check_budget(target_epsilon, target_delta, epochs)
         clipping, options = named(clipping, new_keywords(options))
-        drawn = {name: options[name] for name in SAMPLING if name in options}
-        design = self.plan_sampling(data_loader, **drawn)
+        sampling = {name: options[name] for name in SAMPLING if name in options}
+        design = self.plan_sampling(data_loader, **sampling)
         self._check_delta("make_private_with_epsilon", target_delta, design)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         noise_multiplier = noise_for(
@@ -236,8 +235,8 @@ class FastPrivacyEngine(PrivacyEngine):
     def accountant(self) -> Ledger:
         """Opacus' accountant of every step that was taken under this engine.
 
-        Another one that is assigned takes over what was recorded so far, beside its own steps (an
-        empty one of another mechanism accounts for the same run); steps go to it from now on.
+        You can assign another one. It takes over the steps recorded so far, in addition to its own, and
+        records all later steps. An empty accountant of another mechanism accounts for the same run.
         """
         assert self._accountant is not None
         return self._accountant
@@ -247,21 +246,19 @@ class FastPrivacyEngine(PrivacyEngine):
         self._accountant = succeeding(value, self._accountant)
 
     def get_epsilon(self, delta: float) -> float:
-        """The (epsilon, delta) that all steps taken so far have spent.
+        """The epsilon that all steps taken so far have spent, at `delta`.
 
-        Formal guarantee: for neighbors that differ in one sample (or unit) that was added or removed,
-        where q and B were given; else, and where samples were not drawn by Poisson sampling, in one that
-        is zeroed out. `mechanism()` says which.
+        Formal guarantee: if q and B were given, neighbors differ in one sample (or unit) that was added
+        or removed. Otherwise, and without Poisson sampling, one is zeroed out. `mechanism()` says which.
 
         Args:
-            delta: in (0, 1), smaller than 1 / samples: the first that is not warns.
+            delta: in (0, 1), smaller than 1 / N. The first larger one gives a warning.
 
         Returns:
             epsilon; 0 before the first step, inf if a step had no noise.
 
         Raises:
-            ArgumentError, ArgumentTypeError: for another delta, or a failure of the accountant's
-                numerics.
+            ArgumentError, ArgumentTypeError: delta is out of range, or the accountant's numerics fail.
         """
         found = spent(self.accountant, delta)
         for run in self._runs:
@@ -269,50 +266,50 @@ class FastPrivacyEngine(PrivacyEngine):
         return found
 
     def _check_delta(self, call: str, delta: float, design: SamplingDesign) -> None:
-        """Warn, once an engine, of a delta that lets a run publish one whole sample of N."""
+        """Warn once per engine if delta lets a run publish one whole sample of N."""
         self._warned_of_delta = self._warned_of_delta or says_too_much(call, delta, design)
 
     def sample_epsilon(self, delta: float, rate: float | Tensor) -> float:
-        """Epsilon, so far, for a sample of the last model made private that is drawn with its own rate.
+        """Epsilon so far for one sample with a sampling rate of its own, in the last private model.
 
-        Formal guarantee: as of `get_epsilon`, for neighbors that differ in this sample. Steps of other
-        models, and of checkpoints that were loaded, count at the rates that were recorded.
+        Formal guarantee: that of `get_epsilon`, for neighbors that differ in this sample. Steps of other
+        models and of loaded checkpoints count at their recorded rates.
 
         Args:
             delta: in (0, 1).
             rate: q_i of the sample, of `engine.sampling.rates`.
 
         Raises:
-            StepError: before make_private. ArgumentError: for a rate or delta out of range.
+            StepError: before make_private. ArgumentError: rate or delta is out of range.
         """
         entries = self._last_run().releases.at_rate(self.accountant.history, rate)
         return epsilon(entries, delta, self.accountant.mechanism())
 
     def row_epsilon(self, delta: float, rate: float | Tensor) -> float:
         """The old name of `sample_epsilon`."""
-        say("engine.row_epsilon has another name: use sample_epsilon.", DeprecationWarning)
+        say("engine.row_epsilon is deprecated. Use engine.sample_epsilon.", DeprecationWarning)
         return self.sample_epsilon(delta, rate)
 
     def mechanism(self, *, delta: float | None = None, epochs: float | None = None) -> Mechanism:
-        """What the last model made private guarantees, said exactly; print it, or `as_json()`.
+        """The exact guarantee of the last private model; print it, or keep `as_json()`.
 
         Args:
             delta: in (0, 1); None for that of `make_private_with_epsilon`.
             epochs: length of the whole run, in passes; None for that of `make_private_with_epsilon`.
 
         Returns:
-            A `fastclip.engine.mechanism.Mechanism`: neighbors, privacy unit, sampling, noise by step,
+            A `fastclip.engine.mechanism.Mechanism`: neighbors, privacy unit, sampling, noise per step,
             sensitivity, steps recorded and planned, epsilon, what is secure and what is trusted.
 
         Raises:
-            StepError: before make_private. ArgumentError: for a delta or number of epochs out of range.
+            StepError: before make_private. ArgumentError: delta or epochs is out of range.
         """
         run = self._last_run()
         return mechanism_of(run, self.accountant, self.get_epsilon, delta, epochs)
 
     @property
     def sampling(self) -> SamplingDesign:
-        """How the samples of the last model made private are drawn.
+        """The sampling design of the last private model.
 
         Raises:
             StepError: before make_private.
@@ -322,22 +319,24 @@ class FastPrivacyEngine(PrivacyEngine):
     def plan_sampling(
         self, data_loader: DataLoader, *, poisson_sampling: bool = True, **sampling: Any
     ) -> SamplingDesign:
-        """How `make_private` would draw the samples of a loader; nothing is drawn or changed.
+        """The sampling design that `make_private` would use for a loader; nothing is drawn or changed.
 
         Args:
+            data_loader: as for `make_private`.
+            poisson_sampling: as for `make_private`.
             sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
 
         Raises:
-            ArgumentError, ArgumentTypeError: it would refuse to.
+            ArgumentError, ArgumentTypeError: `make_private` would raise the same.
         """
         request = Request(poisson_sampling=poisson_sampling, **new_keywords(sampling))
         plan = checked_plan(data_loader, request, secure=self.secure_mode, distributed=True)
         return plan.design
 
     def plan(self) -> NormPlan:
-        """The trainable layers, how each one's norm is computed, and what it holds; print it.
+        """The trainable layers, how their norms are computed, and the memory they hold; print it.
 
-        Shapes and methods are those of the last backward pass of the last model made private.
+        Shapes and methods are those of the last backward pass of the last private model.
         """
         return self._last_run().plan()
 
@@ -353,26 +352,27 @@ class FastPrivacyEngine(PrivacyEngine):
         poisson_sampling: bool = True, loss_reduction: str = "mean", batch: Any = None,
         **sampling: Any,
     ) -> Explanation | Proof:  # fmt: skip
-        """What `make_private` would do with these arguments; or, without any, what the traced steps of
-        the last private model have shown. Print it.
+        """Explains what `make_private` would do with these arguments. Print the result.
 
-        It names what is trained and frozen, layers without a rule of their own, whatever would be
-        refused, and known traps: samples not drawn by Poisson sampling, a last incomplete batch, delta
-        larger than 1 / N, losses that couple samples, noise that can be foreseen. Nothing is
-        changed, and no data is looked at but `batch`.
+        Without arguments it reports what the traced steps of the last private model have shown.
+
+        It names trained and frozen layers, layers without a rule, errors that `make_private` would
+        raise, and known traps. Traps are samples not drawn by Poisson sampling, an incomplete last
+        batch, delta larger than 1 / N, losses that couple samples, and predictable noise. Nothing is
+        changed, and no data is read except `batch`.
 
         Args:
-            module: the model, before `make_private`; None: the last one that was made private. The
-                rest: as for `make_private`, as far as known.
-            delta: that of the epsilon to be stated.
-            batch: what the model is called with: a tensor, a tuple of arguments, a dictionary of
-                keywords. A copy of the model is then run on a few of its samples, as in the first step:
-                uses of parameters, refusals of coupled samples, and what that look costs are told, too.
+            module: the model, before `make_private`. None: the last private one.
+            optimizer: as for `make_private`, as are the other arguments; give what you know.
+            delta: the delta at which you will state epsilon.
+            batch: input of the model: a tensor, a tuple of arguments, or a dictionary of keywords. A
+                copy of the model then runs on a few of its samples, as in the first step. The result
+                also covers uses of parameters, coupled samples, and the cost of this dry run.
             sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
 
         Returns:
-            An Explanation, with `samples`, `frozen`, `slow`, `refused` and `traps`; without `module` a
-            `fastclip.trace.findings.Proof`: the operations in which samples met, and what follows.
+            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`. Without `module` a
+            `fastclip.trace.findings.Proof`: the operations in which samples met, and the conclusion.
 
         Raises:
             StepError: without `module`, before make_private.
@@ -387,16 +387,16 @@ class FastPrivacyEngine(PrivacyEngine):
         )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
-        """Say which group each sample of the next backward pass belongs to.
+        """Sets the group of each sample of the next backward pass.
 
-        For strategies of groups, before every backward pass, on physical batches as on whole ones;
-        other strategies ignore it, so a training loop may always call it. Ids that no backward pass
-        has used are forgotten at the next real step.
+        Strategies of groups need it before every backward pass, on physical batches too. Other
+        strategies ignore it, so a training loop may always call it. Ids that no backward pass has used
+        are dropped at the next real step.
 
         Args:
-            ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not looked
-                at: a sample outside the range contributes nothing and counts nowhere.
-            module: the private model whose pass comes next, where the engine has several.
+            ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not checked: a
+                sample outside the range contributes nothing and is not counted.
+            module: the private model of the next pass, if the engine has several.
 
         Raises:
             ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
@@ -405,11 +405,11 @@ class FastPrivacyEngine(PrivacyEngine):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside contributes nothing: forward passes, wherever they are differentiated, and
-        backward passes. Holds for the models of this engine, their methods and their parts.
+        """A context in which forward and backward passes of this engine's models contribute nothing.
 
-        For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
-        parameters receive none.
+        A forward pass inside contributes nothing, wherever it is differentiated. This also holds for
+        methods and submodules of the models. Use it for adversarial inputs or saliency maps: gradients
+        of the inputs are exact, and the parameters receive none.
         """
         with ExitStack() as stack:
             for grad_state in self._grad_states():
@@ -420,7 +420,7 @@ class FastPrivacyEngine(PrivacyEngine):
         self, model: nn.Module, loss_function: Callable[..., Tensor], *,
         physical_batch: int | None = None, cuda_graph: bool = False, compile: bool = False,
     ) -> Step:  # fmt: skip
-        """A function that trains on one batch, and may compile it whole, or replay it as CUDA graphs.
+        """Returns a function that trains on one batch, optionally compiled or replayed as CUDA graphs.
 
         Examples:
             >>> def losses(model, x, y):
@@ -432,21 +432,21 @@ class FastPrivacyEngine(PrivacyEngine):
             ...     optimizer.zero_grad()
 
         Args:
-            model: the private model (for wrap_model=False your own): what `loss_function` gets.
-            loss_function: (model, *batch) -> the loss of each sample, [n]; the step takes their mean or
-                sum, as `loss_reduction` says.
-            physical_batch: samples that are run at once. A larger batch is run in parts, which one
-                `optimizer.step()` releases; in a graph a smaller one is filled up with placeholder
-                samples, which contribute nothing. None: the expected batch, for Poisson sampling with
-                three standard deviations of its size, up to a multiple of 8; times `views`.
-            cuda_graph: replay the device's work of a pass as CUDA graphs (docs/cuda_graphs.md); on a
-                CPU it runs as it is, and says so once.
+            model: the private model that `loss_function` gets (with wrap_model=False your own).
+            loss_function: (model, *batch) -> one loss per sample, [n]. The step takes their mean or sum,
+                as `loss_reduction` says.
+            physical_batch: samples that run at once. A larger batch runs in parts, which one
+                `optimizer.step()` releases. In a graph a smaller batch is filled with placeholder
+                samples, which contribute nothing. None: the expected batch size (for Poisson sampling
+                plus three standard deviations), times `views`, rounded up to a multiple of 8.
+            cuda_graph: replay the device's work of a pass as CUDA graphs (docs/cuda_graphs.md). On a
+                CPU the step runs without one, and warns once.
             compile: let inductor compile forward pass, loss, backward pass, norms and clipped sums
-                whole (docs/compile.md). What cannot be compiled is said once, and runs as it is.
+                whole (docs/compile.md). A step that cannot be compiled warns once and runs as it is.
 
         Raises:
-            ArgumentError: for another model, samples that do not lie along axis 0, or both cuda_graph
-                and compile.
+            ArgumentError: another model, samples that do not lie along axis 0, or both cuda_graph and
+                compile.
         """
         grad_states = [
             grad_state for run in self._runs if (grad_state := run.grad_state) is not None
@@ -460,29 +460,29 @@ class FastPrivacyEngine(PrivacyEngine):
         self, query: CountQuery, *, groups: Any, measures: Mapping[str, Any] | None = None,
         unit_ids: Any = None,
     ) -> NoisyCounts:  # fmt: skip
-        """A noisy answer to a count query, such as correct predictions by subgroup, paid for first.
+        """Answers a count query with noise, such as correct predictions per subgroup, and pays for it.
 
-        Formal guarantee: as of `fastclip.counts.CountQuery`. The answer is in the ledger (and its file)
-        before it is drawn. Counts of the training set, and of data sets that may hold some of its
-        people, are in `get_epsilon`; those of other people are in a line of their own, which
-        `privacy_by_data_set` states. The model may be any that this engine has trained: for the people
-        of the training set an answer about others follows from released weights.
+        Formal guarantee: that of `fastclip.counts.CountQuery`. The answer is in the ledger (and its
+        file) before it is drawn. `get_epsilon` includes counts of the training set, and of data sets
+        that may hold some of its people. Counts of other people have a line of their own, which
+        `privacy_by_data_set` states. The model may be any that this engine has trained. For the people
+        of the training set, an answer about others is post-processing of released weights.
 
         Args:
-            query: what is counted, of whom, with how much noise.
-            groups: the number of each sample's group, [samples]; where groups overlap (disjoint=False),
-                True or False, [samples, groups].
-            measures: of each measure but "samples" 0 or 1 (False or True) for each sample,
-                [samples]. None where "samples" is the only one.
-            unit_ids: of each sample, where query.unit is "unit", as for make_private.
+            query: what is counted, in which data set, with how much noise.
+            groups: the group of each sample, [samples]. If groups overlap (disjoint=False), True or
+                False, [samples, groups].
+            measures: 0 or 1 (False or True) per sample, [samples], for each measure except "samples".
+                None if "samples" is the only one.
+            unit_ids: as for make_private, if query.unit is "unit".
 
         Returns:
             A `fastclip.counts.NoisyCounts`. On several ranks all call this together with all of the
             data, and get one answer.
 
         Raises:
-            ArgumentError, ArgumentTypeError: for other values, shapes or types, or a query that the
-                ledger cannot take; nothing is spent. StepError: it cannot be recorded.
+            ArgumentError, ArgumentTypeError: wrong values, shapes or types, or a query that the ledger
+                cannot take; nothing is spent. StepError: the answer cannot be recorded.
         """
         ranks = self._ranks("count")
         exact = release.exact_counts(release.check_query(query), groups, measures, unit_ids, ranks)
@@ -490,11 +490,11 @@ class FastPrivacyEngine(PrivacyEngine):
         return release.draw(query, exact, self._count_noise, self.accountant, ranks)
 
     def prepay(self, query: CountQuery, times: int) -> PaidCounts:
-        """Pay for several answers of one query at once, so that the cost is known before the first.
+        """Pays for several answers of one query at once, before the first is drawn.
 
         Args:
-            query: of the answers.
-            times: how many, at least 1.
+            query: as for `count`.
+            times: number of answers, at least 1.
 
         Returns:
             A `fastclip.counts.PaidCounts`, whose `count` draws them one by one.
@@ -507,10 +507,10 @@ class FastPrivacyEngine(PrivacyEngine):
         return PaidCounts(query, times, self._count_noise, self.accountant, ranks)
 
     def privacy_by_data_set(self, delta: float) -> PrivacyByDataSet:
-        """What the people of each data set have spent: the training set, and others that were counted.
+        """The privacy spent per data set: the training set, and others that were counted.
 
         Args:
-            delta: in (0, 1), of each line.
+            delta: in (0, 1), the same for each line.
 
         Returns:
             A `fastclip.counts.PrivacyByDataSet`; print it.
@@ -521,43 +521,44 @@ class FastPrivacyEngine(PrivacyEngine):
         return lines_of(self.accountant, delta)
 
     def write_ahead(self, path: Any) -> None:
-        """Keep the ledger in a file, too: each step is on the disk before it is released.
+        """Keeps the ledger in a file too, and writes each step to disk before it is released.
 
-        A run that is killed, or goes on from an older checkpoint, counts every step that it has taken:
-        what the file holds is counted at once. On several ranks all of them call this, after
-        make_private, with a path under which all of them see the same file; the first one writes. It
-        costs one fsync a step, on several ranks one small exchange, too.
+        A run that is killed, or resumes from an older checkpoint, then counts every step that it has
+        taken. Steps that the file holds already are counted at once. On several ranks all call this
+        after make_private, with a path under which all see the same file; the first rank writes. The
+        cost is one fsync per step, and on several ranks one small exchange.
 
         Formal guarantee: whatever kills the process, the file holds every released step. A step that
-        cannot be written (the disk is full; the file was closed, moved, replaced or touched; this is a
-        copy or a fork) is a StepError and not released, until another file is named or none is kept.
+        cannot be written raises a StepError and is not released, until you name another file or none.
+        This happens if the disk is full, if the file was closed, moved, replaced or touched, and in a
+        copy or a fork.
 
         Args:
-            path: of the file, which is made if it is not there; one for each run. None: keep none any
-                more, and let somebody else have the file.
+            path: path of the file, one per run. The file is created if it does not exist. None: stop
+                writing, and release the file.
 
         Raises:
-            ArgumentError: the engine keeps a file already; this one is damaged, no ledger, of steps that
-                this accountant cannot compose, or is being written by somebody else; ranks see
-                different files. The engine goes on as before, and the file is left as it is.
-            OSError: it cannot be opened or made.
-            StepError: it cannot be written.
+            ArgumentError: the engine keeps a file already; this one is damaged or no ledger; this
+                accountant cannot compose its steps; another process writes it; or ranks see different
+                files. Engine and file are unchanged.
+            OSError: the file cannot be opened or created.
+            StepError: the file cannot be written.
         """
         keep_in_file(self.accountant, path, self._ranks("write_ahead"))
 
     def save_checkpoint(self, *, path: Any, module: nn.Module, **options: Any) -> None:  # type: ignore[override]
-        """Save what `load_checkpoint` goes on from; on several ranks the first one writes.
+        """Saves a checkpoint for `load_checkpoint`; on several ranks the first one writes.
 
-        The file is whole whenever it is there: an old one stays until the new one is written. Its keys
-        and tensors are those of the model in one process, so that any number of ranks can load it;
-        where parameters are spread (fully_shard), all ranks gather them, and come here together.
+        The file is always complete: an old one stays until the new one is written. Its keys and tensors
+        are those of the model in one process, and any number of ranks can load it. If parameters are
+        sharded (fully_shard), all ranks gather them and must call this together.
 
         Args:
             As in Opacus.
 
         Raises:
-            ArgumentError: it would hold other things than tensors and plain values, which could not be
-                loaded; an old file stays.
+            ArgumentError: the file would hold objects other than tensors and plain values, which could
+                not be loaded. An old file stays.
         """
         ranks = self._runs[-1].state.ranks if self._runs else None
         writes = ranks is None or ranks.number == 0
@@ -568,22 +569,22 @@ class FastPrivacyEngine(PrivacyEngine):
         grad_clip_scheduler: Any = None, module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Go on from `save_checkpoint`, Opacus' own files included.
+        """Resumes from a file of `save_checkpoint`, or of Opacus.
 
-        What this engine has recorded itself stays: a model that is set back in the middle of a run
-        has been seen further on. Steps of the same run count once, all others are added. Files hold
-        tensors and plain values; nothing in them is run (`torch_load_kwargs={"weights_only": False}`
-        trusts a file that holds more).
+        Steps that this engine has recorded stay recorded, even if the model returns to an earlier state:
+        the later weights have been seen. Steps of the same run count once, all others are added. Files
+        hold tensors and plain values, and loading runs no code. To load a file that you trust and that
+        holds more, pass `torch_load_kwargs={"weights_only": False}`.
 
         Args:
-            As in Opacus; objects that are given get the state that the file holds for them.
+            As in Opacus. Objects that you pass get the state that the file holds for them.
 
         Returns:
             The rest of the file.
 
         Raises:
-            ArgumentError: if the file is damaged, does not say what its run has spent, or was
-                accounted by another mechanism; nothing is loaded.
+            ArgumentError: the file is damaged, lacks the privacy spent, or was accounted for by another
+                mechanism. Nothing is loaded.
         """
         return load_checkpoint(
             self.accountant, path=path, module=module, optimizer=optimizer,
@@ -592,7 +593,7 @@ class FastPrivacyEngine(PrivacyEngine):
         )  # fmt: skip
 
     def run_state(self, *, module: nn.Module, optimizer: Any) -> RunState:
-        """The run for torch.distributed.checkpoint, which saves each rank's part by that rank.
+        """The state of the run for torch.distributed.checkpoint, where each rank saves its own part.
 
         Examples:
             >>> state = {"private run": engine.run_state(module=model, optimizer=optimizer)}
@@ -600,11 +601,11 @@ class FastPrivacyEngine(PrivacyEngine):
             >>> torch.distributed.checkpoint.load(state, checkpoint_id=folder)  # on any number of ranks
 
         Args:
-            module: as make_private returned them.
-            optimizer: as make_private returned them.
+            module: as make_private returned it.
+            optimizer: as make_private returned it.
 
         Raises:
-            ArgumentTypeError: for another optimizer.
+            ArgumentTypeError: another optimizer.
         """
         return RunState(self.accountant, model_of(module), optimizer)
 
@@ -621,18 +622,18 @@ class FastPrivacyEngine(PrivacyEngine):
     def validate(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> None:
-        """Raise for modules that are not supported, naming their path and a fix."""
+        """Raises an error for modules that are not supported, with their path and a suggested fix."""
         validation.check_training(module)
         validation.check_module(module)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy of the model with what does not train as it is replaced (BatchNorm); validated.
+        """A validated copy of the model in which unsupported layers such as BatchNorm are replaced.
 
-        The model, wherever its classes were defined, is left as it was; what is tied stays tied.
+        The model is unchanged, wherever its classes were defined. Tied parameters stay tied.
 
         Raises:
-            UnsupportedModuleError: for a layer without a replacement, naming the way out.
+            UnsupportedModuleError: a layer has no replacement. The message suggests a fix.
         """
         fixed = compatible(module)
         validation.check_training(fixed)
@@ -640,11 +641,11 @@ class FastPrivacyEngine(PrivacyEngine):
         return fixed
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the ledger, and no model, samples or rates: what was released goes on elsewhere."""
+        """A copy has the ledger, and no model, samples or rates."""
         return {**self.__dict__, "_runs": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastPrivacyEngine:
-        """A copy goes on in the same ledger, where copied optimizers record, too."""
+        """A copy shares the ledger, where copied optimizers record too."""
         twin = memo[id(self)] = type(self).__new__(type(self))
         if self._accountant is not None:
             memo[id(self._accountant)] = self._accountant
@@ -659,7 +660,7 @@ class FastPrivacyEngine(PrivacyEngine):
     # Its runs
 
     def _ranks(self, call: str) -> Ranks | None:
-        """Who trains the model that was made private last; the first of them writes what all have."""
+        """The ranks that train the last private model; the first of them writes files."""
         ranks = self._runs[-1].state.ranks if self._runs else None
         check_who_writes(ranks, call)
         return ranks
@@ -671,13 +672,13 @@ class FastPrivacyEngine(PrivacyEngine):
     def _last_run(self) -> PrivateRun:
         if not self._runs:
             raise StepError(
-                "this is told of models in the fast mode, and this engine has made none of these "
-                "private: call make_private first, and omit grad_sample_mode; get_epsilon counts the "
-                "steps of Opacus' own modes, too"
+                "This call needs a private model in the fast mode, and the engine has none. Call "
+                "make_private first, without grad_sample_mode.",
+                doc="unsupported-options",
             )
         return self._runs[-1]
 
     def _grad_states(self) -> list[GradientState]:
-        """Of the models that are private, and in use."""
+        """Gradient states of the models that are private and in use."""
         self._last_run()
         return [grad_state for run in self._runs if (grad_state := run.grad_state) is not None]

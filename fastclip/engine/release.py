@@ -1,4 +1,4 @@
-"""From the clipped sums of a logical batch to the gradients of its one release; a step's hooks."""
+"""The one release of a logical batch, from clipped sums to noisy gradients; and a step's hooks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def released(
     """(sum + N(0, std^2)) / divisor for every parameter, in one process: the mechanism of every mode.
 
     Args:
-        take: the clipped sums, which serve once. record: writes the release down; it is called when
-            nothing can be refused any more, before noise is drawn.
+        take: returns the clipped sums, once.
+        record: records the release. It is called after all checks and before noise is drawn.
     """
     sums = take()
     record()
@@ -45,32 +45,32 @@ def noisy_gradients(
     grad_state: GradientState, parameters: Sequence[nn.Parameter], batches: int, divisor: float,
     record: Callable[[], None],
 ) -> list[Tensor]:  # fmt: skip
-    """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter; over all ranks that train.
+    """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter, over all ranks that train.
 
     Args:
-        batches: that the logical batch consists of. record: as of `released`; several ranks record
-            when they have exchanged sums and counts, without which there is no step.
+        batches: number of batches in the logical batch.
+        record: as for `released`. Several ranks record after they have exchanged sums and counts.
 
     Raises:
-        ArgumentError: for a noise multiplier that no noise has.
-        StepError: the sums are not what was clipped, or the ranks are not in one step.
+        ArgumentError: the noise multiplier is negative or not finite.
+        StepError: the sums are not the clipped ones, or the ranks are not in the same step.
     """
     state = grad_state.clipping
     std, given = _noise_std(state), grad_state.sums
     if state.ranks is None:
         take = partial(given.take_all, parameters)
         return released(parameters, take, record, std, divisor, state.noise)
-    told: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}
-    told["noise_multiplier"] = state.noise_multiplier
+    compared: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}
+    compared["noise_multiplier"] = state.noise_multiplier
     if isinstance(given, ShardedSums):
-        told["backward passes in the sums"] = given.passes
+        compared["backward passes in the sums"] = given.passes
     if isinstance(std, Tensor):
-        std = state.ranks.largest(std)  # ranks that clip at other thresholds would need it
+        std = state.ranks.largest(std)  # needed if ranks clip at other thresholds
     else:
-        told["noise_std"] = std
+        compared["noise_std"] = std
     whole = [whole_of(state.ranks, p) for p in parameters]
-    told |= names_told(grad_state.names.get(p, "") for p in whole)
-    state.ranks.in_step(**told)
+    compared |= digest_of_names(grad_state.names.get(p, "") for p in whole)
+    state.ranks.in_step(**compared)
     rest: Any = parameters, std, divisor, state.noise
     if isinstance(given, ShardedSums):
         return release.noisy_shards(state.ranks, given.buckets, given.parts(), *rest)
@@ -78,13 +78,13 @@ def noisy_gradients(
 
 
 def divisor_of(optimizer: Any, batches: int) -> float:
-    """The public number by which a sum of so many batches is divided."""
+    """The public number that divides a sum of `batches` batches."""
     mean = optimizer.loss_reduction != "sum"
     return float(optimizer.expected_batch_size) * batches if mean else 1.0
 
 
 def check_alike(grad_state: GradientState, optimizer: Any, **settings: Any) -> None:
-    """All ranks that train are about to train the same model, in the same way; one process is.
+    """Check that all ranks train the same model in the same way.
 
     The settings of the inner `optimizer` are compared in every step.
 
@@ -104,7 +104,7 @@ def check_alike(grad_state: GradientState, optimizer: Any, **settings: Any) -> N
 def agree_to_train(
     ranks: Ranks, optimizer: Any, names: Mapping[nn.Parameter, str], **settings: Any
 ) -> None:
-    """`check_alike` of any mode.
+    """`check_alike` for any mode.
 
     Args:
         optimizer: the inner one. names: of the trained parameters.
@@ -123,16 +123,18 @@ def agree_to_train(
     ranks.check_replicas()
 
 
-def names_told(names: Iterable[str]) -> dict[str, float]:
-    """What ranks tell each other in a step of the parameters that it trains."""
+def digest_of_names(names: Iterable[str]) -> dict[str, float]:
+    """The digest of trained parameters that ranks compare in a step."""
     return {"a digest of the trained parameters' names (requires_grad)": number_of(list(names))}
 
 
 def _noise_std(state: ClippingState) -> float | Tensor:
-    """sigma_grad * S; a tensor where S lies on an accelerator, which must not be waited for."""
+    """sigma_grad * S; a tensor if S lies on an accelerator, so that the step does not wait for it."""
     sigma = state.noise_multiplier
     if not 0 <= sigma < float("inf"):
-        raise ArgumentError(f"noise_multiplier expects a finite number >= 0, got {sigma}")
+        raise ArgumentError(
+            f"noise_multiplier expects a finite number >= 0, got {sigma}.", doc="noise"
+        )
     noise, sensitivity = state.gradient_noise(), state.sensitivity()
     if not noise or sensitivity.device.type == "cpu":
         return noise * float(sensitivity) if noise else 0.0
@@ -140,38 +142,38 @@ def _noise_std(state: ClippingState) -> float | Tensor:
 
 
 def _settings(held: ref[Any]) -> float:
-    """A number that tells an optimizer's settings from others; tensors among them are not read."""
+    """A digest of an optimizer's settings, without tensors."""
     optimizer = held()
-    assert optimizer is not None, "somebody steps with it"
-    told = [
+    assert optimizer is not None, "its step runs"
+    settings = [
         (name, value)
         for group in optimizer.param_groups
         for name, value in sorted(group.items())
         if not isinstance(value, (Tensor, list))
     ]
-    return number_of((type(optimizer).__name__, told))
+    return number_of((type(optimizer).__name__, settings))
 
 
 # -------------------------------------------------------------------------------------------------
-# What may reach the step of the inner optimizer: released gradients, nothing else.
+# Only released gradients may reach the step of the inner optimizer.
 #
-# In Opacus' modes autograd writes `p.grad` beside the per-sample gradients, unclipped and without
-# noise. In the fast mode there is no `p.grad` before the release, and sums would wait for ever.
+# In Opacus' modes autograd writes `p.grad` next to the per-sample gradients, unclipped and without
+# noise. In the fast mode there is no `p.grad` before the release, and the sums would never be released.
 
 
 class Gate:
-    """A hook before the inner optimizer's step: it is open once after a release.
+    """A hook before the inner optimizer's step, which lets one step pass after each release.
 
-    It stays with the inner optimizer when the private one is dropped: a script that goes on with
-    the optimizer that it gave to make_private would train on raw gradients.
+    It stays on the inner optimizer when the private one is dropped. Otherwise a script that continues
+    with the optimizer that it passed to make_private would train on raw gradients.
     """
 
     def __init__(self) -> None:
         self.open = False
         self.passing = False
-        """The step that it was open for runs."""
+        """The step that it has let pass is running."""
         self.grad_state: Callable[[], GradientState | None] = lambda: None
-        """Of the fast mode: whose sums are to be released first, while it is alive."""
+        """In the fast mode the state whose sums must be released first, while it is alive."""
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.open, self.passing = False, self.open
@@ -181,19 +183,21 @@ class Gate:
         if grad_state is not None and grad_state.batch.state in _UNRELEASED:
             raise StepError(
                 f"step() of {type(optimizer).__name__} was called on a private model, whose gradients "
-                "it would not find; call step() of the optimizer that make_private returned, or "
-                "cleanup() on the model that it returned, to train without privacy"
+                "it would not find. Call step() of the optimizer that make_private returned, or "
+                "model.cleanup() to train without privacy.",
+                doc="optimizers",
             )
         if not any(OPACUS_MARK in p.__dict__ for p in parameters_of(optimizer)):
             return
         raise StepError(
-            f"step() of {type(optimizer).__name__} was called on a private model's gradients, which "
-            "nobody has clipped or added noise to; call step() of the optimizer that make_private "
-            "returned, or cleanup() on the model that it returned, to train without privacy"
+            f"step() of {type(optimizer).__name__} was called on a private model, whose gradients are "
+            "not clipped and have no noise. Call step() of the optimizer that make_private returned, or "
+            "model.cleanup() to train without privacy.",
+            doc="optimizers",
         )
 
     def shut(self, *_: Any) -> None:
-        """Nothing is released just now; also a hook after the inner optimizer's step."""
+        """Let no step pass until the next release; also a hook after the inner optimizer's step."""
         self.open = self.passing = False
 
 
@@ -203,7 +207,7 @@ _GATES: WeakKeyDictionary[Optimizer, Gate] = WeakKeyDictionary()
 
 
 def gate_of(optimizer: Optimizer) -> Gate:
-    """The one gate of an inner optimizer, closed."""
+    """The gate of an inner optimizer, closed."""
     gate = _GATES.get(optimizer)
     if gate is None:
         gate = _GATES[optimizer] = Gate()
@@ -225,7 +229,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def release_to(parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor]) -> None:
-    """Let the inner optimizer find these released gradients, each in its parameter's memory layout."""
+    """Set `p.grad` to these released gradients, in the memory layout of each parameter."""
     given = [*gradients]
     if [*map(Tensor.stride, given)] != [*map(Tensor.stride, parameters)]:
         given = [ops.laid_out_as(x, p) for x, p in zip(given, parameters, strict=True)]
@@ -242,45 +246,45 @@ def keep_only(optimizer: Optimizer, released: Iterable[nn.Parameter]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Hooks of a real step: the accountant's comes first, before any noise is drawn, and stays.
+# Hooks of a real step. The accountant's runs first, before noise is drawn, and cannot be replaced.
 
 
 Hook = Callable[[DPOptimizer], None]
 
 _LEDGER = (
-    "a digest of the ledger (load the same checkpoint on every rank, and begin each pass over the "
-    "loader on all of them)"
+    "a digest of the ledger (load the same checkpoint and begin each pass over the loader on every "
+    "rank)"
 )
 
 
 class StepHooks:
-    """The hooks of one optimizer, of which no real step goes unrecorded.
+    """The hooks of one optimizer. Every real step is recorded.
 
     Opacus keeps one hook, the accountant's, which `attach_step_hook` and `step_hook = fn` replace.
 
     Args:
-        batch: whose sums are released; its `account` records that.
+        batch: the logical batch that is released; its `account` records it.
     """
 
     def __init__(self, batch: LogicalBatch) -> None:
         self._batch = batch
         self.listed: list[Hook] = []
-        """After the accountant's."""
+        """Hooks after the accountant's."""
         self.releasing = self._running = False
 
     @property
     def ledger(self) -> Any:
-        """Of the accountant's hook."""
+        """The ledger of the accountant's hook."""
         return getattr(self._batch.account, "ledger", None)
 
     @property
     def in_one(self) -> Hook | None:
-        """All hooks of now."""
+        """All current hooks as one callable."""
         hooks = tuple(self.listed)
         return partial(self._call, hooks) if hooks or self._batch.account else None
 
     def record(self, optimizer: DPOptimizer) -> None:
-        """One release, before its noise is drawn: there is nothing to take back where this fails."""
+        """Record one release before its noise is drawn. If this fails, nothing was released."""
         try:
             if self._batch.account is not None:
                 self._batch.account(optimizer)
@@ -288,7 +292,7 @@ class StepHooks:
             self.releasing = False
 
     def run(self, optimizer: DPOptimizer) -> None:
-        """Of one real step, which is recorded: by several ranks here, when all have exchanged."""
+        """Run the hooks of one real step. Several ranks record it here, after their exchange."""
         if self.releasing:
             self.record(optimizer)
         self._running = True
@@ -310,14 +314,14 @@ class StepHooks:
 
 
 def account_with(optimizer: Any, record: Any, ranks: Ranks | None) -> None:
-    """Record every real step, in the place of earlier hooks; `ranks` take each step together."""
+    """Record every real step, instead of earlier hooks; `ranks` take each step together."""
     optimizer.step_hook = None
     optimizer.noise_source.account = optimizer.batch.account = record
     if ranks is not None:
-        ranks.followed[_LEDGER] = partial(_told, record)
+        ranks.followed[_LEDGER] = partial(_digest_of_ledger, record)
 
 
-def _told(account: Any) -> float:
-    """Of what records the steps: a number that is the same where as much is recorded."""
+def _digest_of_ledger(account: Any) -> float:
+    """A digest of the recorded steps, which ranks compare."""
     ledger = getattr(account, "ledger", None)
     return 0.0 if ledger is None else number_of(saved_entries(ledger.history))

@@ -1,4 +1,4 @@
-"""One make_private: its request, its steps in the fast mode, and the run that stays of it."""
+"""One call of make_private: its request, its steps in the fast mode, and the run that it starts."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from fastclip.ops.planner import NormPlan, PlanLog, Planner
 from fastclip.trace.findings import TraceLog
 
 # -------------------------------------------------------------------------------------------------
-# What make_private is asked for, read and checked once.
+# The arguments of make_private, read and checked once.
 
 
 FAST_MODES = ("fast", "ghost")
 MATERIALIZED_MODES = ("hooks", "functorch", "ew")
 SPREAD_MODES = ("ghost_fsdp", "ghost_tp")
-"""Opacus' own, whose losses are taken apart sample by sample."""
+"""Opacus' modes for sharded models, which split losses per sample."""
 MODES = (*FAST_MODES, *MATERIALIZED_MODES, *SPREAD_MODES, "no_op")
 
 
 class Afforded(float):
-    """A noise multiplier that a privacy budget affords.
+    """A noise multiplier that fits a privacy budget.
 
     Args:
-        epochs: of the run that spends it. delta: of the budget. reserved: counts that it covers, too.
+        epochs: length of the run. delta: of the budget. reserved: counts that the budget also covers.
     """
 
     def __new__(cls, value: float, *_: Any) -> Afforded:
@@ -71,7 +71,7 @@ class Afforded(float):
 
 @dataclass(frozen=True, eq=False)
 class PrivacyRequest:
-    """The arguments of one make_private. It holds model and data: it lasts as long as that call."""
+    """The arguments of one make_private. It holds model and data, and lasts as long as that call."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -89,10 +89,10 @@ class PrivacyRequest:
     model_loss: str
     sampling: Request
     options: Mapping[str, Any]
-    """Further keywords, which are the strategy's, or those of an optimizer of Opacus."""
+    """Further keywords, of the strategy or of an optimizer of Opacus."""
     secure: bool
     planned: Afforded | None
-    """The noise multiplier, where it was found for a budget."""
+    """The noise multiplier, if it was found for a budget."""
     strategy: Clipping | None
     """None in Opacus' own modes."""
 
@@ -101,13 +101,13 @@ class PrivacyRequest:
         cls, secure: bool, mechanism: str, *, criterion: Any, clipping: Any, noise_multiplier: Any,
         kwargs: Mapping[str, Any], **given: Any,
     ) -> PrivacyRequest:  # fmt: skip
-        """Arguments of `FastPrivacyEngine.make_private`, all of them.
+        """Checks all arguments of `FastPrivacyEngine.make_private`.
 
         Args:
             secure: the engine's noise is secure. mechanism: of its accountant.
 
         Raises:
-            fastclip.errors.*: naming the keyword and the way out.
+            fastclip.errors.*: naming the keyword, with a suggested fix.
         """
         clipping, options = named(clipping, kwargs)
         mode, reduction = given["grad_sample_mode"], given["loss_reduction"]
@@ -122,11 +122,14 @@ class PrivacyRequest:
             check_coupling(criterion)
         validation.check_inner_step(given["optimizer"])
         validation.check_arguments(given)
-        drawn = Request(**{name: given.pop(name) for name in SAMPLING})
+        sampling = Request(**{name: given.pop(name) for name in SAMPLING})
         if not fast:
-            _check_for_opacus(mode, drawn, clipping, given["rand_on_empty"])
+            _check_for_opacus(mode, sampling, clipping, given["rand_on_empty"])
         if given["noise_generator"] is not None and secure:
-            raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
+            raise ArgumentError(
+                "Passing seed is prohibited in secure mode. Omit noise_generator.",
+                doc="secure-mode",
+            )
         planned = noise_multiplier if isinstance(noise_multiplier, Afforded) else None
         sigma = not_negative("noise_multiplier", noise_multiplier)
         validation.check_optimizer(given["module"], given["optimizer"])
@@ -134,13 +137,13 @@ class PrivacyRequest:
         if strategy is not None:
             validation.check_schedule(strategy.noise, mechanism)
         return cls(
-            criterion=criterion, clipping=clipping, noise_multiplier=sigma, sampling=drawn,
+            criterion=criterion, clipping=clipping, noise_multiplier=sigma, sampling=sampling,
             options=options, secure=secure, planned=planned, strategy=strategy, **given,
         )  # fmt: skip
 
     @property
     def fast(self) -> bool:
-        """Not one of Opacus' own modes."""
+        """It is not one of Opacus' own modes."""
         return self.grad_sample_mode in FAST_MODES
 
     @property
@@ -155,21 +158,24 @@ class PrivacyRequest:
 
 
 def _check_for_opacus(mode: str, sampling: Request, clipping: Any, rand_on_empty: bool) -> None:
-    """Refuse what Opacus' own modes do not do."""
+    """Raise an error for options that Opacus' own modes do not support."""
     if asked := sampling.beyond_opacus:
         raise ArgumentError(
-            f"grad_sample_mode={mode!r} draws rows as Opacus does, without {', '.join(asked)}; omit "
-            "grad_sample_mode, or these"
+            f"grad_sample_mode={mode!r} samples as Opacus does and does not support "
+            f"{', '.join(asked)}. Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
     if rand_on_empty and mode not in MATERIALIZED_MODES:
         raise ArgumentError(
-            f"rand_on_empty=True in grad_sample_mode={mode!r} would train on placeholder rows; omit "
-            "it, or use the fast mode, where they contribute nothing"
+            f"rand_on_empty=True with grad_sample_mode={mode!r} would train on placeholder samples. "
+            "Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
     if isinstance(clipping, Clipping):
         raise ArgumentError(
-            f"grad_sample_mode={mode!r} clips as Opacus does, which takes 'flat', 'per_layer' or "
-            "'adaptive'; strategies of fastclip.clipping run in the fast mode: omit grad_sample_mode"
+            f"clipping expects 'flat', 'per_layer' or 'adaptive' with grad_sample_mode={mode!r}, got a "
+            "strategy of fastclip.clipping. Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
 
 
@@ -178,21 +184,21 @@ def _check_for_opacus(mode: str, sampling: Request, clipping: Any, rand_on_empty
 
 @dataclass(frozen=True, eq=False)
 class PrivateRun:
-    """One model that was made private; it outlives that model, and does not keep it."""
+    """One private model's run. It outlives the model without keeping it alive."""
 
     design: SamplingDesign
-    """How its samples are drawn."""
+    """The sampling design."""
     releases: Releases
     state: ClippingState
     batch: LogicalBatch
     plan_log: PlanLog
     looks: Sequence[object]
-    """Of the calls of its gradient state, which these belong to."""
+    """Dry runs of the calls of its gradient state."""
     trace_log: TraceLog
     planned: Afforded | None
-    """Its noise multiplier, where that was found for a budget."""
+    """Its noise multiplier, if it was found for a budget."""
     held: ref[GradientState]
-    """By the model and its optimizer."""
+    """The gradient state, which the model and its optimizer hold."""
     loader: ref[DataLoader]
 
     @classmethod
@@ -203,7 +209,7 @@ class PrivateRun:
         loader: DataLoader,
         planned: Afforded | None,
     ) -> PrivateRun:
-        """Of a model that has just been made private."""
+        """The run of a model that has just been made private."""
         return cls(
             releases.design, releases, grad_state.clipping, grad_state.batch, grad_state.plan_log,
             grad_state.calls.looks, grad_state.trace.log, planned, ref(grad_state), ref(loader),
@@ -211,13 +217,13 @@ class PrivateRun:
 
     @property
     def grad_state(self) -> GradientState | None:
-        """The gradient state, while anybody has the model or its optimizer, and it is private."""
+        """The gradient state, while the model or its optimizer is alive and private; else None."""
         grad_state = self.held()
         return None if grad_state is None or self.batch.retired else grad_state
 
     @property
     def counts(self) -> bool:
-        """It goes on; or what it has released, without a cleanup(), is a part of the claim."""
+        """It can still take steps, or has released some without a cleanup()."""
         return self.grad_state is not None or bool(self.releases.steps and not self.batch.retired)
 
     def plan(self) -> NormPlan:
@@ -225,26 +231,26 @@ class PrivateRun:
         return self.plan_log.plan(self.looks)
 
     def sensitivity(self) -> float:
-        """At which the next step's noise is scaled; of the last, where that is not paid for yet."""
+        """The sensitivity for the next step's noise; that of the last step if the next is unpaid."""
         state = self.state
         ahead = state.next if self.batch.fresh else state.current
         same_step = state.strategy.threshold.same_step
         return float(state.strategy.sensitivity(state.paid if same_step else ahead))
 
     def secured(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What is kept from those who could foresee or repeat it, and what is not, as it runs now."""
+        """What nobody can predict or repeat in the current run, and what somebody could."""
         source, loader = self.state.noise, self.loader()
         samples = self.design.secure if loader is None else draws_securely(loader)
         kept = {
             "noise of the gradients and of counts": source.secure,
-            "which rows are drawn": samples,
-            "the last bits of noise, from which sums could be read": source.guarded,
-            "the tails of noise, which end where those of a normal do not": source.secure,
+            "which samples are drawn": samples,
+            "the last bits of the noise, which could reveal sums": source.guarded,
+            "the tails of the noise, which end before those of a normal distribution": source.secure,
         }
         return tuple(t for t in kept if kept[t]), tuple(t for t in kept if not kept[t])
 
     def whole_history(self, epochs: float) -> list[Any]:
-        """What the ledger will hold after so many passes."""
+        """The history of the ledger after `epochs` passes."""
         schedule, sigma = self.state.strategy.noise, self.state.first_multiplier
         reserved = () if self.planned is None else self.planned.reserved
         return [*planned_history(self.design, schedule, sigma, epochs), *reserved]
@@ -253,7 +259,7 @@ class PrivateRun:
 def mechanism_of(
     run: PrivateRun, ledger: Ledger, spent: Any, delta: float | None, epochs: float | None
 ) -> Mechanism:
-    """`FastPrivacyEngine.mechanism` of a run; `spent`: delta -> epsilon of its ledger."""
+    """`FastPrivacyEngine.mechanism` for one run; `spent` maps delta to the epsilon of its ledger."""
     design, state, accountant, planned = run.design, run.state, ledger.mechanism(), run.planned
     delta = getattr(planned, "delta", None) if delta is None else between("delta", delta, 0, 1)
     epochs = getattr(planned, "epochs", None) if epochs is None else positive("epochs", epochs)
@@ -279,15 +285,16 @@ def noise_for(
     ledger: Ledger, design: SamplingDesign, clipping: str | Clipping, target: tuple[float, float],
     epochs: float, reserved: tuple[Entry, ...], accounting: dict[str, Any],
 ) -> Afforded:  # fmt: skip
-    """The noise multiplier of the first step of a run that is to spend (epsilon, delta).
+    """The noise multiplier of the first step of a run that may spend (epsilon, delta).
 
     Args:
-        epochs: of the run. reserved: of counts. accounting: options of the accountant.
+        epochs: length of the run. reserved: counts to cover. accounting: options of the accountant.
     """
     if len(ledger) > 0:
         say(
-            "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
-            "engine's accountant has recorded steps: the overall epsilon will be higher"
+            "make_private_with_epsilon plans as if nothing was spent, but this engine has recorded "
+            "steps, so the overall epsilon will be higher than target_epsilon. Lower target_epsilon.",
+            doc="privacy-budget",
         )
     schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
     records = planned_history(design, schedule, 1.0, epochs)
@@ -300,9 +307,9 @@ def noise_for(
 
 
 def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
-    """Warn of a delta that lets a run publish one whole sample of N, and whether it does.
+    """Warn if delta lets a run publish one whole sample of N, and return whether it does.
 
-    Where q and B are public N is B / q, which tells nothing of the data.
+    If q and B are public, N is B / q, which reveals nothing about the data.
     """
     size = design.expected_batch_size / design.rate if design.public else design.units
     if delta * size < 1:
@@ -311,13 +318,14 @@ def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
     say(
         f"delta={delta:g} in {call} is at least 1/N (N = {size:.0f} {unit}s), which allows a run to "
         f"publish one whole {unit}. Choose a smaller delta, or silence this with "
-        'warnings.filterwarnings("ignore", "delta=").'
+        'warnings.filterwarnings("ignore", "delta=").',
+        doc="privacy-budget",
     )
     return True
 
 
 def set_groups(grad_states: Sequence[GradientState], ids: Tensor, module: Any) -> None:
-    """`FastPrivacyEngine.set_groups`, of one of the models that have these gradient states."""
+    """`FastPrivacyEngine.set_groups` for one of the models with these gradient states."""
     if module is not None:
         grad_states = [
             grad_state
@@ -326,8 +334,9 @@ def set_groups(grad_states: Sequence[GradientState], ids: Tensor, module: Any) -
         ]
     if len(grad_states) != 1:
         raise ArgumentError(
-            f"set_groups expects the private model that it speaks of: {len(grad_states)} models of this "
-            "engine come into question; pass module=, the model that make_private returned"
+            f"module expects the private model that the groups are for, and {len(grad_states)} models "
+            "of this engine match. Pass the model that make_private returned.",
+            doc="groups",
         )
     grad_states[0].clipping.set_groups(ids, 0 in grad_states[0].batch.in_hand())
 
@@ -335,7 +344,7 @@ def set_groups(grad_states: Sequence[GradientState], ids: Tensor, module: Any) -
 # -------------------------------------------------------------------------------------------------
 # The steps of make_private in the fast mode: model, data loader, optimizer, criterion.
 #
-# Each is a call of the engine's method of Opacus' name, which a subclass may override.
+# Each step calls the engine's method with Opacus' name, which a subclass may override.
 
 
 PrivateModel = FastGradSampleModule | FastGradSampleHooks
@@ -345,10 +354,10 @@ def make_fast(
     request: PrivacyRequest, making: Preparation, *, planner: Planner,
     ledger: Callable[[], Ledger], validate: Callable[..., None],
 ) -> tuple[tuple, Releases]:  # fmt: skip
-    """What make_private returns, and what records the steps.
+    """The result of make_private, and the object that records the steps.
 
     Args:
-        ledger: of the engine, whenever a step is taken. planner, validate: the engine's.
+        ledger: returns the engine's ledger when a step is taken. planner, validate: the engine's.
     """
 
     def own() -> PrivateModel:
@@ -402,7 +411,7 @@ def _intercepted(
         grad_state.clipping.ranks = ranks
         go_on_with(ledger, wrapper, module, grad_state.names)
         if wrapper is not None:
-            wrapper.to_standard_module()  # all is checked: the earlier engine may let go
+            wrapper.to_standard_module()  # all checks have passed: the earlier engine lets go
         kind = FastGradSampleModule if request.wrap_model else FastGradSampleHooks
         return kind(module, grad_state=grad_state, **request.of("batch_first", "loss_reduction"))
 

@@ -1,4 +1,4 @@
-"""A training step's pass as one call, compiled or replayed as CUDA graphs: `engine.make_step`."""
+"""`engine.make_step`: the pass of a training step as one call, compiled or replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError
 from fastclip.samples.inputs import flatten, rebuild
 
 _MOST_KINDS = 8
-"""Kinds of batches that are captured; each holds memory of its own."""
+"""Kinds of batches that are captured. Each capture holds its own memory."""
 _MOST_CAPTURES, _MOST_COMPILED = 32, 8
 _MOST_SEEN = 64
-"""Kinds that are remembered until they come again: names of samples are a kind of their own each
-time."""
+"""Kinds that are remembered until they come again. Names of samples make a new kind each time."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -37,16 +36,20 @@ def make_step(
     grad_states: Iterable[GradientState], model: nn.Module, loss_function: Callable[..., Tensor], *,
     physical_batch: int | None, cuda_graph: bool, compile: bool,
 ) -> Step:  # fmt: skip
-    """`FastPrivacyEngine.make_step`, of one of the models that have these gradient states."""
+    """`FastPrivacyEngine.make_step` for one of the models with these gradient states."""
     for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
         if not isinstance(value, bool):
-            raise ArgumentError(f"{name} expects True or False, got {value!r}")
+            raise ArgumentError(f"{name} expects True or False, got {value!r}.")
     if cuda_graph and compile:
-        raise ArgumentError("make_step got both cuda_graph and compile; choose one of them")
+        raise ArgumentError(
+            "cuda_graph and compile exclude each other. Pass one of them.",
+            doc="unsupported-options",
+        )
     if any(isinstance(part, FSDPModule) for part in model.modules()):
         raise ArgumentError(
-            "make_step expects a model that one rank holds as a whole, got one that fully_shard has "
-            "spread, whose passes all ranks make together; call model, loss and backward() yourself"
+            "model expects one that each rank holds as a whole, got one sharded by fully_shard. Call "
+            "model, loss and backward() yourself.",
+            doc="sharded-models",
         )
     own: set[Any] = set(model.parameters())
     found = [
@@ -56,14 +59,16 @@ def make_step(
     ]
     if len(found) != 1:
         raise ArgumentError(
-            "make_step expects one model that this engine has made private and that trains, got "
-            f"one that holds {len(found)} of them; pass the model that make_private returned"
+            "model expects one private model of this engine that trains, got one that holds "
+            f"{len(found)} of them. Pass the model that make_private returned.",
+            doc="wrapped-model",
         )
     (grad_state,) = found
     if grad_state.calls.batch_axis:
         raise ArgumentError(
-            "make_step expects samples along axis 0, but make_private got batch_first=False; move "
-            "the batch first"
+            "make_step expects samples along axis 0, but make_private got batch_first=False. Move the "
+            "batch axis first.",
+            doc="batch-axis",
         )
     samples = _usual_samples(grad_state) if physical_batch is None else physical_batch
     samples = whole("physical_batch", samples, 1)
@@ -71,12 +76,12 @@ def make_step(
 
 
 def _usual_samples(grad_state: GradientState) -> int:
-    """Samples that nearly every draw has no more of; public, as the expected batch is."""
+    """A number of samples that few sampled batches exceed; public, as the expected batch size is."""
     expected = grad_state.clipping.expected_batch_size
     if not expected:
         raise ArgumentError(
-            "make_step got no physical_batch, and the optimizer has no expected_batch_size to choose it "
-            "from; pass physical_batch"
+            "physical_batch is not given, and the optimizer has no expected_batch_size to derive it "
+            "from. Pass physical_batch."
         )
     draws = grad_state.batch.draws
     margin = 3 * math.sqrt(expected) if draws is None or draws.independent else 0.0
@@ -87,12 +92,12 @@ class Step:
     """Forward pass, loss, backward pass, norms and clipped sums of one batch; see `engine.make_step`.
 
     Args:
-        model: what `loss_function` is called with.
+        model: first argument of `loss_function`.
         grad_state: of the private model.
         loss_function: (model, *batch) -> losses [n].
-        physical_batch: samples that are run at once.
-        cuda_graph: replay CUDA graphs where the model is on a GPU.
-        compiles: compile a pass whole, with what it needs for the norms and sums.
+        physical_batch: number of samples that run at once.
+        cuda_graph: replay CUDA graphs if the model is on a GPU.
+        compiles: compile a pass whole, with norms and clipped sums.
     """
 
     def __init__(
@@ -104,51 +109,55 @@ class Step:
         self._graphs, self._compiles, self._captures = cuda_graph, compiles, 0
         self._seen: set[Any] = set()
         self._new: Any = None
-        """The kind of the batch in hand, where it has not been seen."""
+        """The kind of the current batch, if it is new."""
         self._recordings: dict[Any, Recording] = {}
 
     def __reduce__(self) -> Any:
         raise ArgumentError(
-            "a step holds a device's memory: make another one with engine.make_step"
+            "A step holds memory of a device and cannot be copied or pickled. Create another one with "
+            "engine.make_step.",
+            doc="compile-and-graphs",
         )
 
     @property
     def captured(self) -> int:
-        """Kinds of batches that are replayed."""
+        """Number of kinds of batches that are replayed."""
         return len(self._recordings)
 
     def forget(self) -> None:
-        """Capture again: for Python values of the loss function that have changed."""
+        """Drops all captures; call it if Python values of the loss function have changed."""
         self._recordings.clear()
         self._seen.clear()
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Train on a batch: afterwards its samples are clipped and summed, for `optimizer.step()`.
+        """Clips and sums the samples of a batch, for `optimizer.step()`.
 
         Returns:
             The mean (or sum, as loss_reduction says) of its losses, without a graph, NOT private; 0 for
             an empty batch.
 
         Raises:
-            fastclip.errors.*: the batch, the losses or the state of the model do not allow it.
+            fastclip.errors.*: the batch, the losses or the state of the model do not allow a pass.
         """
         grad_state = self._grad_state
         if grad_state.paused:
-            raise StepError("a step trains: call it outside of engine.paused()")
+            raise StepError("A step cannot train inside engine.paused(). Call it outside.")
         if grad_state.batch.retired:
-            raise StepError("the model of this step is not private any more: make_step another one")
+            raise StepError(
+                "The model of this step is no longer private. Call make_private and make_step again.",
+                doc="wrapped-model",
+            )
         if not torch.is_grad_enabled():
-            raise StepError("a step trains: call it outside of torch.no_grad()")
+            raise StepError("A step cannot train inside torch.no_grad(). Call it outside.")
         device = next(iter(grad_state.names)).device
         leaves, structure = flatten((batch, {}))
         leaves = [x.to(device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
         samples, parts = self._parts(leaves)
         if len(parts) > 1 and _lists(batch, samples):
             raise BatchSizeError(
-                f"the batch holds a list of {samples} values, one a row, which a step does not "
-                "divide into "
-                f"parts of {self.physical_batch}; make a tensor of them, or pass a physical_batch that "
-                "holds every draw"
+                f"The batch holds a list of {samples} values, one per sample, which a step cannot split "
+                f"into parts of {self.physical_batch}. Make a tensor of them, or pass a physical_batch "
+                "that holds every sampled batch."
             )
         recorder = self._recorder(device)
         totals: list[Tensor] = []
@@ -162,7 +171,7 @@ class Step:
                 part = [x[first:last] if _is_tensor(x) else x for x in leaves]
                 totals.append(self._train(part, structure, last - first, recorder).sum())
                 norms.append(grad_state.per_sample_norms)
-        except BaseException:  # of a batch that is tried again no sample may count twice
+        except BaseException:  # if the batch is tried again, no sample may count twice
             if totals or before != (grad_state.batch.state, grad_state.batch.pending):
                 grad_state.batch.break_off()
             raise
@@ -172,12 +181,12 @@ class Step:
         return total / max(samples, 1) if grad_state.mean_loss else total
 
     def _parts(self, leaves: list[Any]) -> tuple[int, list[tuple[int, int]]]:
-        """Samples of the batch, and of its physical batches the first and the one after the last."""
+        """Number of samples, and [first, last) of each physical batch."""
         shapes = [tuple(x.shape) for x in leaves if _is_tensor(x)]
         if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise BatchSizeError(
-                "a step expects every tensor of the batch to hold its rows along axis 0, got shapes "
-                f"{shapes}; make what all rows share in the loss function"
+                f"A step expects the samples of every tensor along axis 0, got shapes {shapes}. Create "
+                "tensors that all samples share in the loss function."
             )
         samples, most = shapes[0][0], self.physical_batch
         parts = [(i, min(i + most, samples)) for i in range(0, samples, most)] or [(0, 0)]
@@ -186,22 +195,25 @@ class Step:
             raise StepError(split_error(type(policy).__name__))
         if len(parts) > 1 and batch.draws is not None and batch.draws.stream:
             raise BatchSizeError(
-                f"a batch of a stream (IterableDataset) is run at once, but this one holds "
-                f"{samples} rows "
-                f"and physical_batch is {most}: make the loader's batch_size no larger, and call "
-                "optimizer.step() after several batches"
+                f"A step cannot split a batch of an IterableDataset, and this one holds {samples} "
+                f"samples with physical_batch={most}. Lower the loader's batch_size, and call "
+                "optimizer.step() after several batches.",
+                doc="sampling",
             )
         units = batch.next_units is not None or (batch.draws is not None and batch.draws.by_units)
         if batch.views > 1 and (len(parts) > 1 or self._graphs or self._compiles):
             raise StepError(
                 f"make_step with views={batch.views} neither captures nor splits a batch, here of "
-                f"{samples} rows. Omit cuda_graph and compile, and let physical_batch hold every draw"
+                f"{samples} samples. Omit cuda_graph and compile, and pass a physical_batch that holds "
+                "every sampled batch.",
+                doc="unsupported-options",
             )
         if units and (len(parts) > 1 or self._graphs or self._compiles):
             raise StepError(
-                "rows are clipped by units (unit_ids), whose number moves from batch to batch, which a "
-                "step neither captures nor splits; make it without cuda_graph and compile, with a "
-                "physical_batch that holds every draw"
+                "make_step with unit_ids neither captures nor splits a batch, because the number of "
+                "units varies. Omit cuda_graph and compile, and pass a physical_batch that holds every "
+                "sampled batch.",
+                doc="privacy-units",
             )
         return samples, parts
 
@@ -214,14 +226,16 @@ class Step:
         if recorder is None:
             self._graphs = False
             say(
-                f"cuda_graph=True, but the model is on {device.type!r}: the step runs without a graph"
+                f"cuda_graph=True, but the model is on {device.type!r}, so the step runs without a "
+                "graph. Omit cuda_graph.",
+                doc="compile-and-graphs",
             )
         return recorder
 
     def _train(
         self, leaves: list[Any], structure: Any, samples: int, recorder: _Recorders | None
     ) -> Tensor:
-        """One physical batch contributes; the losses of its samples."""
+        """Let one physical batch contribute; returns its per-sample losses."""
         if recorder is None or not samples:
             return self._run(leaves, structure)
         try:
@@ -237,39 +251,41 @@ class Step:
                 raise
             self._compiles, recording = False, None
             self.forget()
-            say(f"the step runs without being compiled: {error}")
+            say(f"The step runs without being compiled. {error}")
         if recording is not None:
             return recording.contribute(samples)
         new, self._new = self._new, None
         losses = self._run(leaves, structure)
-        if new is not None:  # which has run to its end
-            if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
+        if new is not None:  # the batch has run to its end
+            if len(self._seen) >= _MOST_SEEN:  # every batch has other values
                 self._seen.clear()
             self._seen.add(new)
         return losses
 
     def _run(self, leaves: list[Any], structure: Any) -> Tensor:
-        """Forward pass, loss and backward pass, as a training loop would run them."""
+        """Run forward pass, loss and backward pass, as a training loop would."""
         batch, _ = rebuild(list(leaves), structure)
         losses = self._losses_of(self._model, *batch)
         samples = next(len(x) for x in leaves if _is_tensor(x))
         if not isinstance(losses, Tensor) or losses.shape != (samples,):
             got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
             raise BatchSizeError(
-                f"loss_function is to return the loss of each row, [{samples}], got {got}: give the "
-                'criterion reduction="none" (and take the mean over the positions of each row), the '
-                "step reduces it"
+                f"loss_function must return one loss per sample, [{samples}], got {got}. Give the "
+                'criterion reduction="none", and average over the positions of each sample.',
+                doc="coupled-loss",
             )
         if samples > 1 and losses.stride() == (0,):
             raise BatchSizeError(
-                "loss_function is to return the loss of each row, but gave one number of the whole "
-                'batch, expanded; give the criterion reduction="none", the step reduces it'
+                "loss_function must return one loss per sample, got one number for the whole batch, "
+                'expanded. Give the criterion reduction="none".',
+                doc="coupled-loss",
             )
         if not losses.requires_grad:
             raise GraphError(
-                "loss_function is to return losses that depend on the private model's parameters, got "
-                "some without a gradient: call the model that the step gives it, without detach(), "
-                "no_grad() or a conversion to integers"
+                "loss_function must return losses that depend on the private model's parameters, got "
+                "losses without a gradient. Call the model that the step passes in, without detach() or "
+                "no_grad().",
+                doc="coupled-loss",
             )
         if self._grad_state.caught is not None:
             self._check_leaves(losses)
@@ -283,8 +299,9 @@ class Step:
         others = [list(x.shape) for x in leaves if x not in self._grad_state.names]
         if others:
             raise GraphError(
-                f"the loss trains tensors of shapes {others} that are not the private optimizer's, "
-                "whose gradients a graph would overwrite; freeze them, or make the step without a graph"
+                f"The loss trains tensors of shapes {others} outside the private optimizer, and a graph "
+                "would overwrite their gradients. Freeze them, or omit cuda_graph and compile.",
+                doc="compile-and-graphs",
             )
 
     # Recordings
@@ -292,7 +309,7 @@ class Step:
     def _recording(
         self, leaves: list[Any], structure: Any, recorder: _Recorders
     ) -> Recording | None:
-        """What is to be replayed; None: this batch runs as it is."""
+        """The recording to replay; None if this batch runs without one."""
         grad_state = self._grad_state
         grad_state.drop_stale()
         grad_state.check_unchanged()
@@ -305,10 +322,10 @@ class Step:
             if not known.changed():
                 return known
             self.forget()
-        if kind not in self._seen:  # it may be looked at, and shows what it needs
+        if kind not in self._seen:  # the first batch of a kind may need a dry run
             self._new = kind
             return None
-        if grad_state.trace.left:  # whether samples are independent is not known yet
+        if grad_state.trace.left:  # it is not known yet whether samples are independent
             return None
         check_decided(grad_state)
         if len(self._recordings) >= _MOST_KINDS or not settled(grad_state, self.physical_batch):
@@ -317,15 +334,16 @@ class Step:
         if self._captures >= most:
             return None
         if len(next(filter(_is_tensor, leaves))) < min(2, self.physical_batch):
-            return None  # no sample to tell it from
+            return None  # too few samples to compare a replay
         self._captures += 1
         if self._captures == most:
             say(
-                f"the model, the loss or the batches have changed so often that {most} graphs were "
-                "made; all other batches run without one"
+                f"The model, the loss or the batches changed so often that {most} graphs were captured. "
+                "Other batches now run without a graph.",
+                doc="compile-and-graphs",
             )
         self._check_place(device)
-        grad_state.trace.end()  # what is filled up holds others than these samples
+        grad_state.trace.end()  # the filled batch holds other samples than these
         inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]
         for room, leaf in zip(inputs, filter(_is_tensor, leaves), strict=True):
             _fill(room, leaf)
@@ -339,11 +357,12 @@ class Step:
         return recording
 
     def _check_place(self, device: torch.device) -> None:
-        apart = {str(x.device) for x in (*self._model.parameters(), *self._model.buffers())}
-        if apart != {str(device)}:
+        devices = {str(x.device) for x in (*self._model.parameters(), *self._model.buffers())}
+        if devices != {str(device)}:
             raise GraphError(
-                f"a graph expects the whole model on one device, got {sorted(apart)}; move it, or make "
-                "the step without a graph"
+                f"A graph expects the whole model on one device, got {sorted(devices)}. Move it, or "
+                "omit cuda_graph and compile.",
+                doc="compile-and-graphs",
             )
 
 
@@ -352,7 +371,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _lists(value: Any, samples: int) -> bool:
-    """A list or an array in the batch has a value for each sample, but is no tensor."""
+    """Whether a list or an array in the batch, not a tensor, has one value per sample."""
     if isinstance(value, Mapping):
         return any(_lists(x, samples) for x in value.values())
     if isinstance(value, (list, tuple)):
@@ -363,17 +382,19 @@ def _lists(value: Any, samples: int) -> bool:
 
 
 def _kind(leaves: list[Any]) -> tuple[Any, ...]:
-    """All that a graph freezes of a batch."""
+    """The properties of a batch that a graph freezes."""
     strange = [type(x).__name__ for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
     if strange:
         raise GraphError(
-            f"a graph expects tensors and plain values in a batch, got {strange}; take the tensors out "
-            "of them, or make the step without a graph"
+            f"A graph expects tensors and plain values in a batch, got {strange}. Take the tensors out "
+            "of them, or omit cuda_graph and compile.",
+            doc="compile-and-graphs",
         )
     if any(_is_tensor(x) and x.requires_grad for x in leaves):
         raise GraphError(
-            "a tensor of the batch asks for a gradient (requires_grad), which a graph does not give it; "
-            "detach it, or make the step without a graph"
+            "A tensor of the batch has requires_grad=True, but a graph computes no gradient for it. "
+            "Detach it, or omit cuda_graph and compile.",
+            doc="compile-and-graphs",
         )
     return tuple((x.dtype, tuple(x.shape[1:])) if _is_tensor(x) else x for x in leaves)
 
@@ -383,7 +404,7 @@ def _room(x: Tensor, samples: int) -> Tensor:
 
 
 def _fill(room: Tensor, x: Tensor) -> None:
-    """The samples of x, and its first one in the place of all that are lacking."""
+    """Copy the samples of x into `room`, and fill the rest with its first sample."""
     x = x.detach()
     if len(x) == len(room):
         room.copy_(x)

@@ -1,4 +1,4 @@
-"""What make_private refuses, and models whose layers can be replaced by private ones."""
+"""Checks of make_private's arguments, and replacement of layers that cannot be private."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerEr
 
 
 def check_training(model: nn.Module) -> None:
-    """Refuse a model in eval mode.
+    """Raise an error for a model in eval mode.
 
     Raises:
         UnsupportedLayerError: Opacus' UnsupportedModuleError.
     """
     if not model.training:
         raise UnsupportedLayerError(
-            "the model is in eval mode, and make_private expects training mode: call model.train()"
+            "The model is in eval mode, and make_private expects training mode. Call model.train().",
+            doc="changed-model",
         )
 
 
 def check_model_loss(model_loss: str, loss_reduction: str, fast: bool) -> None:
-    """Refuse a loss that cannot be replaced.
+    """Raise an error for a loss that cannot be replaced.
 
     Raises:
         ArgumentError: naming the other keyword.
@@ -47,19 +48,21 @@ def check_model_loss(model_loss: str, loss_reduction: str, fast: bool) -> None:
         return
     if loss_reduction != "mean":
         raise ArgumentError(
-            "model_loss='per_sample' replaces means, but loss_reduction='sum'. Omit either."
+            "model_loss='per_sample' replaces means, but loss_reduction='sum'. Omit either.",
+            doc="unsupported-options",
         )
     if not fast:
         raise ArgumentError(
-            "model_loss='per_sample' needs the fast mode. Omit grad_sample_mode, or model_loss."
+            "model_loss='per_sample' needs the fast mode. Omit grad_sample_mode, or model_loss.",
+            doc="unsupported-options",
         )
 
 
 def check_module(model: nn.Module) -> None:
-    """Refuse modules whose samples depend on each other, or whose gradients have no exact rule.
+    """Raise an error for modules that couple samples, or whose gradients have no exact rule.
 
     Raises:
-        UnsupportedLayerError: naming the module's path and the way out.
+        UnsupportedLayerError: naming the module's path, with a suggested fix.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     check_hooks(names, names)
@@ -69,20 +72,22 @@ def check_module(model: nn.Module) -> None:
         check_batch_norm(path, module)
         if isinstance(module, InstanceNormBase) and module.track_running_stats:
             raise UnsupportedLayerError(
-                f"{where}: running statistics are updated from the batch without noise; use "
-                "track_running_stats=False"
+                f"{where}: running statistics are updated from the batch without noise. Pass "
+                "track_running_stats=False.",
+                doc="carried-state",
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             _check_embedding(where, module)
         merged = module.__dict__.get("merged_adapters")  # PEFT's
         if merged and any(p.requires_grad for p in module.parameters()):
             raise UnsupportedLayerError(
-                f"{where}: its adapters {merged} are merged into the frozen weight, so they would be "
-                "trained on noise alone; call model.unmerge_adapter() first"
+                f"{where}: the adapters {merged} are merged into the frozen weight and would be trained "
+                "on noise alone. Call model.unmerge_adapter() first.",
+                doc="no-trainable-parameters",
             )
         if trained(module) and isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedLayerError(
-                f"{where}: scripted modules cannot be intercepted; pass the original nn.Module"
+                f"{where}: scripted modules are not supported. Pass the original nn.Module."
             )
 
 
@@ -91,14 +96,14 @@ def _check_parameters(where: str, module: nn.Module) -> None:
     lazy = [name for name, p in held.items() if is_lazy(p)]
     if lazy:
         raise UnsupportedLayerError(
-            f"{where}: its parameters {lazy} have no shape before its first forward pass; run the "
-            "model once before make_private, on inputs of the right shape (zeros will do)"
+            f"{where}: parameters {lazy} have no shape before the first forward pass. Run the model "
+            "once before make_private, on zeros of the right shape."
         )
     odd = {n: p.dtype for n, p in held.items() if p.requires_grad and not p.is_floating_point()}
     if odd:
         raise UnsupportedLayerError(
-            f"{where}: parameters {odd} are not real numbers, whose norms and noise are not those of "
-            "the engine; hold real and imaginary parts as real parameters, or freeze them"
+            f"{where}: parameters {odd} are not real floating-point numbers, which is not supported. "
+            "Hold real and imaginary parts as real parameters, or freeze them."
         )
 
 
@@ -118,71 +123,74 @@ def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None
     for option, (used, why) in traps.items():
         if used:
             raise UnsupportedLayerError(
-                f"{where}: {option} is not supported: {why}. Construct it without {option}"
+                f"{where}: {option} is not supported, because {why}. Construct it without {option}."
             )
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer of another model."""
+    """Raise an error for an optimizer of another model."""
     let_go(model)
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ArgumentError(
-            "Module parameters are different than optimizer Parameters: "
-            f"{foreign} of the optimizer's parameters do not belong to the module; build the "
-            "optimizer from this module's parameters (after any get_compatible_module)"
+            "Module parameters are different than optimizer Parameters, of which "
+            f"{foreign} do not belong to the module. Build the optimizer from this module's parameters, "
+            "after any get_compatible_module.",
+            doc="optimizers",
         )
 
 
 def check_inner_step(optimizer: Any) -> None:
-    """Refuse what is no optimizer, one that trains nothing, and one whose step takes other gradients
-    than one that is noisy.
+    """Raise an error if it is no optimizer, trains nothing, or needs more than one noisy gradient.
 
     Raises:
-        ArgumentError, ArgumentTypeError: naming what it asks for, and the way out.
+        ArgumentError, ArgumentTypeError: naming the problem, with a suggested fix.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         several = isinstance(optimizer, (list, tuple))
-        way_out = (
-            "; a private step is one of all parameters: give it one optimizer of several groups"
-        )
+        fix = " Pass one optimizer with several groups, SGD([{'params': ..., 'lr': ...}, ...])."
         raise ArgumentTypeError(
-            f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            + several * f"{way_out}, SGD([{{'params': ..., 'lr': ...}}, ...])"
+            f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            + several * fix,
+            doc="optimizers",
         )
     if type(optimizer).__name__ == "AcceleratedOptimizer":
         raise ArgumentError(
-            "make_private expects the optimizer before Accelerate has prepared it (a prepared one skips "
-            "or scales steps that are accounted); call make_private first, then accelerator.prepare"
+            "optimizer was prepared by Accelerate, which skips or scales steps that are accounted for. "
+            "Call make_private first, then accelerator.prepare.",
+            doc="integrations",
         )
     inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
     kind = type(inner)
     if not _takes_hooks(inner):
         raise ArgumentError(
-            f"{kind.__name__} has no step hooks, which torch.optim.Optimizer.__init__ makes: let "
-            "its __init__ call super().__init__(params, defaults); or, if it wraps another optimizer "
-            "(as Lookahead does), give make_private that one, and wrap what it returns"
+            f"{kind.__name__} has no step hooks, because it does not call "
+            "torch.optim.Optimizer.__init__. Call super().__init__(params, defaults), or pass the "
+            "optimizer that it wraps and wrap what make_private returns.",
+            doc="optimizers",
         )
     if issubclass(kind, torch.optim.SparseAdam):
         raise ArgumentError(
-            "SparseAdam expects sparse gradients, but noise makes every gradient dense; use Adam"
+            "SparseAdam expects sparse gradients, but noise makes every gradient dense. Use Adam.",
+            doc="optimizers",
         )
     step = list(inspect.signature(kind.step).parameters.values())[1:]
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     asked = [p.name for p in step if p.default is p.empty and p.kind in plain]
     if asked:
         raise ArgumentError(
-            f"{kind.__name__}.step expects {asked}: it computes the loss again within a step, as often "
-            "as it likes, but a private step releases one noisy gradient; use an optimizer whose "
-            "step() takes one gradient, such as SGD or Adam"
+            f"{kind.__name__}.step expects {asked} and computes the loss several times, but a private "
+            "step releases one noisy gradient. Use an optimizer such as SGD or Adam.",
+            doc="optimizers",
         )
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(p.requires_grad for p in held):
         raise ArgumentError(
-            f"nothing is trained: all {len(held)} parameters of the optimizer are frozen "
-            "(requires_grad=False), and what is frozen at make_private stays frozen. Call "
-            "requires_grad_(True) on the parameters to train before make_private."
+            f"All {len(held)} parameters of the optimizer are frozen (requires_grad=False), so there is "
+            "nothing to train. Call requires_grad_(True) on the parameters to train before "
+            "make_private.",
+            doc="no-trainable-parameters",
         )
 
 
@@ -195,61 +203,63 @@ def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Types of make_private's keywords (max_grad_norm is the strategy's to check)."""
+    """Check the types of make_private's keywords (the strategy checks max_grad_norm)."""
     module, noise_generator = given["module"], given["noise_generator"]
     if not isinstance(module, nn.Module):
-        raise ArgumentTypeError(f"module expects a torch.nn.Module, got {type(module).__name__}")
+        raise ArgumentTypeError(f"module expects a torch.nn.Module, got {type(module).__name__}.")
     check_loader(given["data_loader"])
     for name in ("batch_first", "poisson_sampling", "wrap_model", "rand_on_empty"):
         if not isinstance(given[name], bool):
-            raise ArgumentTypeError(f"{name} expects True or False, got {given[name]!r}")
+            raise ArgumentTypeError(f"{name} expects True or False, got {given[name]!r}.")
     if noise_generator is not None and not isinstance(noise_generator, torch.Generator):
         raise ArgumentTypeError(
             "noise_generator expects a torch.Generator or None, got "
-            f"{type(noise_generator).__name__}"
+            f"{type(noise_generator).__name__}."
         )
 
 
 def check_loader(data_loader: Any) -> None:
-    """Raises: ArgumentTypeError: it is none."""
+    """Raise an ArgumentTypeError if it is not a DataLoader."""
     if not isinstance(data_loader, DataLoader):
         raise ArgumentTypeError(
-            f"data_loader expects a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
+            f"data_loader expects a torch.utils.data.DataLoader, got {type(data_loader).__name__}."
         )
 
 
 def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
-    """Ranges of make_private_with_epsilon's own keywords."""
+    """Check the ranges of make_private_with_epsilon's own keywords."""
     positive("target_epsilon", target_epsilon)
     between("target_delta", target_delta, 0, 1)
     positive("epochs", epochs)
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Refuse a string that is not one of `allowed`."""
+    """Raise an error for a string that is not one of `allowed`."""
     if value not in tuple(allowed):
-        raise ArgumentError(f"{name} expects one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ArgumentError(
+            f"{name} expects one of {', '.join(map(repr, allowed))}, got {value!r}."
+        )
 
 
 def check_schedule(schedule: NoiseSchedule, mechanism: str) -> None:
-    """Refuse a noise schedule that the accountant cannot compose."""
+    """Raise an error for a noise schedule that the accountant cannot compose."""
     if mechanism == "gdp" and not isinstance(schedule, ConstantNoise):
         raise ArgumentError(
-            f"accountant='gdp' composes constant noise only, got {type(schedule).__name__}; use "
-            "FastPrivacyEngine(accountant='prv') or 'rdp'"
+            f"accountant='gdp' composes constant noise only, got {type(schedule).__name__}. Use "
+            "FastPrivacyEngine(accountant='prv').",
+            doc="privacy-budget",
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# A copy of a model in which layers that have no private form are replaced by ones that have.
+# A copy of a model in which layers without a private form are replaced by layers with one.
 #
-# Opacus clones by pickling, which needs classes that can be imported by name: a class of a
-# notebook's cell or of a function's body cannot. Here the model is deep-copied; what replaces what
-# is Opacus'.
+# Opacus clones by pickling, which needs importable classes. Classes defined in a notebook or a
+# function are not importable. Here the model is deep-copied. The replacements are those of Opacus.
 
 
 _TRAIN_AS_THEY_ARE = (nn.RNNBase, nn.MultiheadAttention)
-"""Opacus would replace them by layers of its own."""
+"""Opacus would replace these by its own layers."""
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
@@ -258,19 +268,17 @@ _HOOKS = (
 
 
 def compatible(model: nn.Module) -> nn.Module:
-    """A copy whose BatchNorm is replaced, as is whatever else does not train as it is.
+    """A copy in which BatchNorm and other unsupported layers are replaced.
 
-    The model is left as it was. Tied parameters stay tied, a module that serves at several places
-    gets one replacement, and hooks of modules, devices, types and flags are those of the original.
+    The model is unchanged. Tied parameters stay tied, and a module that is used in several places gets
+    one replacement. Hooks of modules, devices, dtypes and flags are those of the original.
 
     Raises:
-        UnsupportedLayerError: for a BatchNorm of a class of its own, a tie that a replacement
-            cannot keep, or a forward that was set on the object and would run the original.
-        ArgumentError: for a model that fully_shard has spread.
+        UnsupportedLayerError: a custom BatchNorm class, a tie that a replacement cannot keep, or a
+            forward that was set on the object and would run the original.
+        ArgumentError: fully_shard has sharded the model.
     """
-    check_whole(
-        model, "call get_compatible_module before fully_shard, whose modules cannot be copied"
-    )
+    check_whole(model, "Call get_compatible_module before fully_shard.")
     twin = clone(model)
     new: dict[nn.Module, nn.Module] = {}
     paths = {module: path for path, module in twin.named_modules()}
@@ -279,9 +287,10 @@ def compatible(model: nn.Module) -> nn.Module:
         if fixer is None or not _needs_replacement(module):
             if is_batch_norm(module) and _needs_replacement(module):
                 raise UnsupportedLayerError(
-                    f"{where(path, module)} normalizes over the batch in a way of its own, so no "
-                    "GroupNorm is known to stand for it; replace it yourself, or freeze it and its "
-                    "statistics (requires_grad_(False), .eval())"
+                    f"{where(path, module)} normalizes over the batch in its own way, and no GroupNorm "
+                    "is known to replace it. Replace it yourself, or freeze its parameters and call "
+                    ".eval().",
+                    doc="coupled-samples",
                 )
             continue
         new[module] = _replacement(module, fixer)
@@ -294,7 +303,7 @@ def compatible(model: nn.Module) -> nn.Module:
 
 
 def clone(model: nn.Module) -> nn.Module:
-    """A deep copy without gradients; what a hook computes anew before every forward is copied too.
+    """A deep copy without gradients. Tensors that hooks compute before every forward are copied too.
 
     Raises:
         UnsupportedLayerError: a forward that was set on the object would run the original.
@@ -331,7 +340,7 @@ def _replacement(module: nn.Module, fixer: Any) -> nn.Module:
 
 
 def _keep_ties(new: dict[nn.Module, nn.Module], paths: dict[nn.Module, str]) -> None:
-    """A parameter of a replaced module that another module holds too is held by the new one."""
+    """Give a replacement the parameters that its original shares with other modules."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in paths:
         for name, parameter in module._parameters.items():
@@ -344,12 +353,12 @@ def _keep_ties(new: dict[nn.Module, nn.Module], paths: dict[nn.Module, str]) -> 
             if module not in new:
                 continue
             held = new[module]._parameters.get(name)
-            inside = any(new[module].children())  # which hold it under names of their own
+            inside = any(new[module].children())  # they hold it under other names
             if held is None or held.shape != parameter.shape or inside:
                 raise UnsupportedLayerError(
-                    f"{where(paths[module], module)}: its {name} serves other modules too, and "
-                    f"{type(new[module]).__name__}, which replaces it, holds its own; untie "
-                    "it, or replace the module yourself"
+                    f"{where(paths[module], module)}: its {name} is tied to other modules, but "
+                    f"{type(new[module]).__name__}, which replaces it, holds its own. Untie it, or "
+                    "replace the module yourself."
                 )
             new[module]._parameters[name] = parameter
 
@@ -357,9 +366,8 @@ def _keep_ties(new: dict[nn.Module, nn.Module], paths: dict[nn.Module, str]) -> 
 # -------------------------------------------------------------------------------------------------
 # PEFT's LoHa in torch's own functions.
 #
-# LoHa computes a weight from its factors in an autograd function, which hides from the engine whose
-# gradient comes to which factor. PEFT's method runs as it is, but for that function: the same
-# product, written out.
+# LoHa computes a weight from its factors in an autograd function, which hides the per-sample
+# gradients of the factors. PEFT's method runs unchanged, except that the product is written out.
 
 
 _METHOD = "get_delta_weight"
@@ -372,7 +380,7 @@ def _product(w1a: Tensor, w1b: Tensor, w2a: Tensor, w2b: Tensor, scale: Tensor) 
 def _convolution(
     t1: Tensor, w1a: Tensor, w1b: Tensor, t2: Tensor, w2a: Tensor, w2b: Tensor, scale: Tensor
 ) -> Tensor:
-    """i, j rank, k, l kernel, r input, p output channels."""
+    """Index letters: i, j rank, k, l kernel, r input channels, p output channels."""
     equation = "ijkl,jr,ip->prkl"
     first, second = torch.einsum(equation, t1, w1b, w1a), torch.einsum(equation, t2, w2b, w2a)
     return first * second * scale
@@ -382,7 +390,7 @@ _WRITTEN_OUT = {"make_weight": _product, "make_weight_cp": _convolution}
 
 
 def write_out(module: nn.Module) -> None:
-    """Let a layer of LoHa compute its weight where the engine sees it."""
+    """Let a LoHa layer compute its weight in torch's own functions."""
     own = getattr(type(module), _METHOD, None)
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if "LoHaLayer" in kinds and _METHOD not in vars(module) and isinstance(own, FunctionType):
@@ -390,14 +398,14 @@ def write_out(module: nn.Module) -> None:
 
 
 def give_back(module: nn.Module) -> None:
-    """It computes it as before."""
+    """Undo `write_out`."""
     found = getattr(vars(module).get(_METHOD), "__func__", None)
     if getattr(found, "__globals__", {}).get("make_weight") is _product:
         del module.__dict__[_METHOD]
 
 
 def _with(own: FunctionType) -> Callable[..., Tensor]:
-    """The function, in which these names mean the products above."""
+    """The function with these names replaced by the products above."""
     known = {**own.__globals__, **_WRITTEN_OUT}
     made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__

@@ -1,10 +1,10 @@
-"""The public names of Opacus, with this engine behind them.
+"""The public names of Opacus, with fastclip's engine behind them.
 
-    from fastclip.opacus import PrivacyEngine          # in a program of one's own
+    from fastclip.opacus import PrivacyEngine          # in your own program
     fastclip.opacus.install()                          # in a program that imports opacus
-    python -m fastclip.opacus train.py --epochs 3      # in a program that is not changed
+    python -m fastclip.opacus train.py --epochs 3      # in a program that you do not change
 
-Names that are not ours are Opacus' own.
+All other names are Opacus' own.
 """
 
 from fastclip.engine.by_hand import GradSampleHooks, GradSampleModule

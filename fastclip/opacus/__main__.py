@@ -1,6 +1,6 @@
-"""A program that uses Opacus, on this engine: python -m fastclip.opacus script.py ..., or -m module ...
+"""Runs a program that uses Opacus on fastclip's engine: python -m fastclip.opacus script.py ...
 
-Opacus' names are this engine's before the program begins (fastclip.opacus.install()), and in the
+`-m module ...` runs a module. fastclip.opacus.install() runs before the program begins, and in the
 processes that it starts.
 """
 
@@ -18,14 +18,14 @@ from fastclip.opacus.installation import install
 
 
 def main(arguments: list[str]) -> None:
-    """Run the program with its own arguments."""
+    """Runs the program with its own arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m fastclip.opacus", allow_abbrev=False,
-        description="Run a program that imports opacus, unchanged, with fastclip's engine in its place.",
+        description="Run an unchanged program that imports opacus with fastclip's engine instead.",
     )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", dest="settings",
-        help="a keyword of every make_private that does not give it: --set clipping=automatic "
+        help="a default keyword of every make_private: --set clipping=automatic "
         "--set gamma=0.0 --set model_loss=per_sample",
     )  # fmt: skip
     parser.add_argument(

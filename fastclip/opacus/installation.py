@@ -1,4 +1,4 @@
-"""`import opacus` gives this engine's classes, in modules that have imported it already, too."""
+"""Makes `import opacus` give fastclip's classes, also in modules that have imported it already."""
 
 from __future__ import annotations
 
@@ -31,29 +31,32 @@ _PUBLIC: dict[ModuleType, frozenset[str]] = {
     privacy_engine: frozenset(("PrivacyEngine",)),
     batch_memory_manager: frozenset(("BatchMemoryManager",)),
 }
-"""Modules from which a program takes them, and the names that Opacus' code there does not use itself."""
+"""Modules that programs import from, and the names that Opacus' code there does not use itself."""
 _PACKAGES = ("opacus", "fastclip")
 _replaced: list[tuple[ModuleType, str, Any]] = []
 
 
 def install(**defaults: Any) -> None:
-    """Let `opacus.PrivacyEngine`, `GradSampleModule`, `GradSampleHooks`, `DPOptimizer` and
-    `BatchMemoryManager` be this engine's, wherever they are imported from.
+    """Replaces Opacus' classes by fastclip's, wherever they are imported from.
+
+    These are `opacus.PrivacyEngine`, `GradSampleModule`, `GradSampleHooks`, `DPOptimizer` and
+    `BatchMemoryManager`.
 
     Args:
-        **defaults: keywords of make_private, for calls that do not give them: clipping="automatic",
-            gamma=0.0. Those of a strategy count where the call names no clipping.
+        **defaults: default keywords of make_private, such as clipping="automatic", gamma=0.0. Arguments
+            of a strategy apply only to calls that name no clipping.
 
     Raises:
-        ArgumentError: a keyword that no make_private takes.
-        StepError: a class was derived from one of these, or an object made of one: it would go on with
-            Opacus. Nothing is changed.
+        ArgumentError: make_private does not take a keyword.
+        StepError: a derived class or an object of one of these classes exists already, and would still
+            use Opacus. Nothing is changed.
     """
     unknown = [n for n in defaults if n not in engine.KEYWORDS and "clipping" not in defaults]
     if unknown:
         raise ArgumentError(
-            f"install got {', '.join(unknown)}, which make_private does not take; name the strategy "
-            "that does with clipping=..."
+            f"install got {', '.join(unknown)}, which make_private does not take. Name the strategy "
+            "that takes it with clipping=....",
+            doc="unsupported-options",
         )
     if not _replaced:
         _check_unused()
@@ -69,7 +72,7 @@ def install(**defaults: Any) -> None:
 
 
 def uninstall() -> None:
-    """Take it back. What was made meanwhile stays what it is."""
+    """Undoes `install`. Objects that were made meanwhile are unchanged."""
     while _replaced:
         module, name, kind = _replaced.pop()
         now = vars(module).get(name)
@@ -79,18 +82,18 @@ def uninstall() -> None:
 
 
 def _of_opacus(chosen: Callable[..., type], *args: Any, **options: Any) -> type:
-    """In Opacus' own modes its engine makes its own optimizers."""
+    """The optimizer class of Opacus' own modes: Opacus' own."""
     kind = chosen(*args, **options)
     return next((own for own, ours in OURS.items() if ours is kind), kind)
 
 
 def installed() -> bool:
-    """Whether Opacus' names are this engine's."""
+    """Whether Opacus' names are fastclip's now."""
     return bool(_replaced)
 
 
 def _places() -> Iterator[tuple[ModuleType, str, type]]:
-    """Where Opacus' classes are held: its public modules, and those of programs."""
+    """The names of Opacus' classes, in its public modules and in modules of programs."""
     for module in list(sys.modules.values()):
         if not issubclass(type(module), ModuleType):
             continue
@@ -99,24 +102,28 @@ def _places() -> Iterator[tuple[ModuleType, str, type]]:
         for name, value in list(vars(module).items()):
             if names is not None and name not in names:
                 continue
-            if issubclass(type(value), type) and value in OURS:  # others raise where they are asked
+            if (
+                issubclass(type(value), type) and value in OURS
+            ):  # some other objects cannot be hashed
                 yield module, name, value
 
 
 def _check_unused() -> None:
-    """Refuse where something of a program's rests on Opacus' own classes."""
+    """Raise an error if the program has derived from Opacus' classes, or has objects of them."""
     for kind in OURS:
         for derived in _derived(kind):
             raise StepError(
                 f"{derived.__module__}.{derived.__qualname__} was derived from Opacus' "
-                f"{kind.__name__} before install(), and would go on with Opacus; call "
-                "fastclip.opacus.install() before that module is imported"
+                f"{kind.__name__} before install(), and would still use Opacus. Call "
+                "fastclip.opacus.install() before that module is imported.",
+                doc="wrapped-model",
             )
     made = next((x for x in gc.get_objects() if type(x) in OURS), None)
     if made is not None:
         raise StepError(
-            f"an object of Opacus' {type(made).__name__} was made before install(), and would go on "
-            "with Opacus; call fastclip.opacus.install() first"
+            f"An object of Opacus' {type(made).__name__} was made before install(), and would still use "
+            "Opacus. Call fastclip.opacus.install() first.",
+            doc="wrapped-model",
         )
 
 

@@ -1,4 +1,4 @@
-"""Names of Opacus that are not ours: every module of this package gives Opacus' own for them."""
+"""Opacus' own names, which every module of this package gives for names that fastclip lacks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OURS: dict[type, type] = {
     optimizers.DistributedDPOptimizer: DistributedDPOptimizer,
     batch_memory_manager.BatchMemoryManager: BatchMemoryManager,
 }
-"""Opacus' classes, and what stands for them."""
+"""Opacus' classes and their replacements."""
 
 
 def rest_of(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that has some of the names of one of Opacus' modules.
+    """The `__getattr__` of a module that replaces some names of one of Opacus' modules.
 
     Args:
         module: the path of Opacus' module.

@@ -114,7 +114,7 @@ def test_why_a_private_step_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 
     trainer.losses_of = reads  # type: ignore[method-assign]
     given = step_module.TracedRecorder
-    with pytest.raises(NotThisWay, match="the step runs without being compiled: this pass"):
+    with pytest.raises(NotThisWay, match=r"The step runs without being compiled\. The pass"):
         step_of(trainer, "fastclip", "compiled", Turn(None), inductor=False)
     assert step_module.TracedRecorder is given
 

@@ -378,7 +378,7 @@ def test_placeholder_rows_of_worker_processes() -> None:
 
 @pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_tp"])
 def test_placeholder_rows_where_they_cannot_be_left_out(mode: str) -> None:
-    with refused("rand_on_empty=True in grad_sample_mode"):
+    with refused("rand_on_empty=True with grad_sample_mode"):
         start(mode=mode, rand_on_empty=True)
 
 

@@ -15,7 +15,7 @@ OPACUS = {
     "batch": "the same way in which rows are drawn",
     "data": "the same rows of the data set, in one order",
     "order": "pass a DistributedSampler of these ranks",
-    "adaptive": "omit grad_sample_mode, or clip 'flat'",
+    "adaptive": "Omit grad_sample_mode.",
     "later threshold": "max_grad_norm is 1 on one and 100 on another",
     "later thresholds": "a digest of all thresholds",
     "later sigma": "noise_multiplier is 1 on one and 100 on another",
@@ -50,7 +50,7 @@ def test_opacus_modes_that_train(opacus: list[dict[str, Any]]) -> None:
 def test_a_checkpoint_and_a_parameter_of_one_rank(tmp_path) -> None:
     found = world.run(2, "tests.distributed.apart:fast", tmp_path, str(tmp_path))
     for rank in found:
-        assert "load the same checkpoint on every rank" in rank["loaded by one"]
+        assert "load the same checkpoint and begin each pass" in rank["loaded by one"]
         assert rank["loaded by all"] == ""
         assert "a digest of the trained parameters' names" in rank["frozen"]
         assert sum(steps for *_, steps in rank["history"]) == 3

@@ -103,7 +103,7 @@ REFUSED = {
         {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the weights of the batch"
     ),
     "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "pass loss_reduction='sum'"),
-    "lazy": ({"module": nn.Sequential(nn.LazyLinear(3))}, r"0 \(LazyLinear\).*run the model once"),
+    "lazy": ({"module": nn.Sequential(nn.LazyLinear(3))}, r"0 \(LazyLinear\).*Run the model once"),
     "optimizer": ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.ones(1))])}, "LBFGS.step expects"),
     "devices": ({"module": nn.DataParallel(nn.Linear(6, 3))}, "pass the model that it wraps"),
 }  # fmt: skip
@@ -134,16 +134,16 @@ def test_a_model_that_cannot_be_copied() -> None:
 TRAPS = {
     "seed": ({}, r"generator that can be seeded.*secure_mode=True"),
     "delta": ({"delta": 0.1}, r"delta = 0.1 is larger than 1 / N = 0.016"),
-    "number of rows": (FOLLOWING, "q = 0.125 and B = 8 follow from the number of rows, N = 64"),
-    "order": ({"poisson_sampling": False, **FOLLOWING}, "poisson_sampling=False: every row is in every"),
+    "number of rows": (FOLLOWING, "q = 0.125 and B = 8 follow from the number of samples, N = 64"),
+    "order": ({"poisson_sampling": False, **FOLLOWING}, "=False puts every sample in every pass"),
     "last batch": (
         {"poisson_sampling": False, "data_loader": loader(60), **FOLLOWING},
-        "the last batch has 4 rows.*expected 7",
+        "The last batch has 4 samples.*expected 7",
     ),
     "batch size": (
-        {"data_loader": loader(61), **FOLLOWING}, "expected batch size is 7, not 8: 61 rows drawn at",
+        {"data_loader": loader(61), **FOLLOWING}, "size is 7, not 8, because 61 samples are drawn",
     ),
-    "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no meaning"),
+    "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no effect"),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
         r"2 trainable parameters are not in the private optimizer \(weight, ...\)",
@@ -180,7 +180,7 @@ def test_loaders_that_would_be_refused(poisson: bool) -> None:
 
 def test_a_private_model_has_a_plan_instead() -> None:
     made, private, *_ = make_private(nn.Linear(6, 3))
-    with pytest.raises(ArgumentError, match=r"before make_private; engine.plan\(\)"):
+    with pytest.raises(ArgumentError, match=r"before make_private.*engine.plan\(\)"):
         made.explain(module=private)
 
 
@@ -192,7 +192,7 @@ def test_outputs_that_would_meet_every_target(criterion: nn.Module | None, targe
     told = engine().explain(
         module=model, optimizer=sgd(model), data_loader=DataLoader(data, 8), criterion=criterion
     )
-    found = [trap for trap in told.traps if "take model(x).squeeze(1)" in trap]
+    found = [trap for trap in told.traps if "Use model(x).squeeze(1)" in trap]
     loses = len(targets) == 1 and not isinstance(criterion, nn.BCEWithLogitsLoss)
     assert len(found) == loses
     # what it warns of: the gradient of a row depends on other rows' targets
@@ -215,6 +215,6 @@ def test_an_optimizer_of_another_model_is_told_before_training() -> None:
     told = engine().explain(module=model, optimizer=sgd(other), data_loader=loader())
     (sentence,) = told.refused
     assert sentence.startswith(
-        "Module parameters are different than optimizer Parameters: 2 of the"
+        "Module parameters are different than optimizer Parameters, of which 2"
     )
     assert told.trained == 0

@@ -126,7 +126,7 @@ def test_a_run_of_a_public_size_beside_one_whose_size_shows() -> None:
     found = engine.mechanism()
     assert "zero-out" in found.neighbors
     assert found.units == N
-    assert any("N = 12, which other steps of epsilon tell" in line for line in found.trusted)
+    assert any("N = 12, on which other steps in epsilon depend" in line for line in found.trusted)
     assert FastPrivacyEngine().accountant.history == []  # and another engine starts anew
 
 
@@ -137,7 +137,10 @@ def test_cut_draws_tell_the_number_of_rows() -> None:
     found = engine.mechanism()
     assert found.public_size
     assert found.units == N
-    assert "N = 12, on which the price of cut draws depends, is public knowledge" in found.trusted
+    assert (
+        "N = 12, on which the cost of truncated batches depends, is public knowledge"
+        in found.trusted
+    )
 
 
 WEIGHTED = WeightedRandomSampler([1.0] * 6 + [0.5] * 6, N)
@@ -148,23 +151,27 @@ ROWS = TensorDataset(torch.ones(N, D))
     ("loader", "options", "line"),
     [
         (DataLoader(ROWS, 4, shuffle=True), {"poisson_sampling": False}, None),
-        (DataLoader(ROWS, 4), {"poisson_sampling": False}, "the order of rows"),
+        (DataLoader(ROWS, 4), {"poisson_sampling": False}, "the order of samples"),
         (
             DataLoader(ROWS, 4, sampler=list(range(N))),
             {"poisson_sampling": False},
-            "the order of rows",
+            "the order of samples",
         ),
-        (DataLoader(Stream(), 4), {"poisson_sampling": False}, "a row is in a step at most once"),
+        (
+            DataLoader(Stream(), 4),
+            {"poisson_sampling": False},
+            "a sample is in a step at most once",
+        ),
         (DataLoader(ROWS, 4), {}, None),
         (DataLoader(ROWS, 4, sampler=WEIGHTED), {}, "is public, as the weights are"),
-        (DataLoader(ROWS, 4, sampler=WEIGHTED), PUBLIC, "depends on no other row"),
+        (DataLoader(ROWS, 4, sampler=WEIGHTED), PUBLIC, "depends on no other sample"),
     ],
 )
 def test_what_is_trusted_of_the_draws(loader: DataLoader, options: dict, line: str | None) -> None:
     """An order that is drawn here needs no trust; one that the user's sampler makes does."""
     engine = FastPrivacyEngine()
     private(engine, loader, **options)
-    told = ("order of rows", "at most once", "the rate at which a row")
+    told = ("order of samples", "at most once", "the sampling rate of a sample")
     of_draws = [t for t in engine.mechanism().trusted if any(part in t for part in told)]
     assert len(of_draws) == (line is not None)
     assert line is None or line in of_draws[0]
@@ -250,7 +257,7 @@ def test_a_state_that_was_loaded_is_shown(load: Any, begun: bool) -> None:
 def test_a_model_of_opacus_modes() -> None:
     """It is there, but not known well enough for these questions."""
     engine, net = FastPrivacyEngine(accountant="rdp"), nn.Linear(4, 2)
-    with refused("call make_private first", StepError):
+    with refused("Call make_private first", StepError):
         _ = engine.sampling
     engine.make_private(
         module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0,
@@ -258,5 +265,5 @@ def test_a_model_of_opacus_modes() -> None:
         grad_sample_mode="hooks",
     )  # fmt: skip
     for ask in (lambda: engine.sampling, engine.mechanism, engine.plan):
-        with refused("told of models in the fast mode.*omit grad_sample_mode", StepError):
+        with refused("a private model in the fast mode.*without grad_sample_mode", StepError):
             ask()

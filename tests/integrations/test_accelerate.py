@@ -107,7 +107,7 @@ def test_prepared_first_is_refused() -> None:
     model, optimizer, loader = parts()
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with refused("call make_private first, then accelerator.prepare"):
+    with refused("Call make_private first, then accelerator.prepare"):
         private(model, optimizer, loader)
 
 

@@ -179,7 +179,7 @@ def test_the_environment_and_later_changes_are_checked(tmp_path: Path, monkeypat
     ("told", "trap"),
     [
         ({"target_delta": 0.5}, "larger than 1 / N"),
-        ({"poisson_sampling": False}, "every row is in every pass"),
+        ({"poisson_sampling": False}, "every sample in every pass"),
     ],
 )
 @pytest.mark.one_in(2)

@@ -112,7 +112,7 @@ def test_a_tie_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ModuleValidator.FIXERS, Twice, lambda module: nn.Linear(4, 8))
     model = nn.ModuleDict({"twice": Twice(4, 4), "head": nn.Linear(4, 4)})
     model["head"].weight = model["twice"].weight
-    with refused(r"twice \(Twice\): its weight serves other modules"):
+    with refused(r"twice \(Twice\): its weight is tied to other modules"):
         fix(model)
 
 
@@ -178,7 +178,7 @@ def normalized() -> nn.Module:
 
 
 def test_a_class_of_its_own() -> None:
-    with refused(r"1 \(Gated\) normalizes over the batch in a way of its own"):
+    with refused(r"1 \(Gated\) normalizes over the batch in its own way"):
         fix(nn.Sequential(nn.Linear(4, 4), Gated(4)))
 
 

@@ -289,7 +289,7 @@ def test_a_full_graph_is_refused() -> None:
     model = Net()
     parameters = [p for p in model.parameters() if p.requires_grad]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with refused("omit fullgraph", UnsupportedLayerError):
+    with refused("Omit fullgraph", UnsupportedLayerError):
         make_private(compiled, optimizer_params=parameters)
     compiled(torch.randn(4, 6)).sum().backward()  # left as it was
 

@@ -1,4 +1,4 @@
-"""make_private of Opacus' own modes: Opacus' code, with what fastclip guards around it."""
+"""make_private of Opacus' own modes: Opacus' code, inside fastclip's checks."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def make_by_opacus(
     request: PrivacyRequest, making: Preparation, *, ledger: Callable[[], Ledger],
     validate: Callable[..., None],
 ) -> tuple:  # fmt: skip
-    """What Opacus' make_private returns, with optimizers of our own.
+    """The result of Opacus' make_private, with fastclip's optimizers.
 
     Args:
-        ledger: of the engine, whenever a step is taken. validate: the engine's.
+        ledger: returns the engine's ledger when a step is taken. validate: the engine's.
     """
     module = request.module
     check_mode(request.grad_sample_mode, module, wrap_model=request.wrap_model)
@@ -75,7 +75,7 @@ def make_by_opacus(
 
 @dataclass(eq=False)
 class _OpacusEngine(PrivacyEngine):
-    """Opacus' engine, for one make_private: its methods call those of ours, which may be overridden."""
+    """Opacus' engine for one make_private. Its methods call fastclip's, which may be overridden."""
 
     accountant: Ledger
     secure_mode: bool
@@ -93,7 +93,7 @@ class _OpacusEngine(PrivacyEngine):
         make = super()._prepare_model
 
         def own() -> Any:
-            ModuleValidator.validate(module, strict=True)  # these modes have no rule for more
+            ModuleValidator.validate(module, strict=True)  # these modes have no other rules
             wrapper = make(module, **asked)
             if wrapper is not module:
                 self.making.undo.callback(wrapper.cleanup)
@@ -107,7 +107,8 @@ class _OpacusEngine(PrivacyEngine):
         if not poisson_sampling and length_of(data_loader) is None:
             raise ArgumentError(
                 "Opacus' modes need the length of the data loader, and its IterableDataset has none. "
-                "Give the data set a __len__, or omit grad_sample_mode"
+                "Give the data set a __len__, or omit grad_sample_mode.",
+                doc="sampling",
             )
         self.drawing = call_for_loader(
             self.making, data_loader, self.request.sampling, self.accountant, self.ranks,
@@ -124,7 +125,7 @@ class _OpacusEngine(PrivacyEngine):
         self, *, clipping: str, distributed: bool, grad_sample_mode: str,
         noise_generator: torch.Generator | None = None, **options: Any,
     ) -> DPOptimizer:  # fmt: skip
-        """B is the fast mode's, on each process its share."""
+        """fastclip's optimizer. B is that of the fast mode, divided by the number of processes."""
         kind = optimizer_class(clipping, distributed, grad_sample_mode)
         assert self.drawing is not None
         size = self.drawing.design.expected_batch_size

@@ -1,10 +1,9 @@
 """Opacus' optimizers of materialized per-sample gradients, with fastclip's clip and noise.
 
-The modes "hooks", "functorch" and "ew" leave `p.grad_sample` [b, ...] on every parameter. Here their
-clipping is one operation over all parameters (fastclip.ops.clip_accumulate), exact where Opacus
-divides by the norm plus 1e-6, and their noise comes from a fastclip.ops.noise.NoiseSource, so that
-secure mode works in them, too. Everything around them is fastclip.engine.opacus_modes.step's; all else
-is Opacus' own.
+The modes "hooks", "functorch" and "ew" leave `p.grad_sample` [b, ...] on every parameter. Here one
+operation clips all parameters (fastclip.ops.clip_accumulate). It is exact, while Opacus divides by the
+norm plus 1e-6. Noise comes from a fastclip.ops.noise.NoiseSource, so secure mode works too. The order
+of a step is in fastclip.engine.opacus_modes.step; everything else is Opacus' own.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from fastclip.engine.release import release_to, released
 from fastclip.errors import ArgumentError, StepError
 
 # -------------------------------------------------------------------------------------------------
-# Opacus' optimizer of "ghost_fsdp", at the threshold at which its model really clips.
+# Opacus' optimizer of "ghost_fsdp", with the threshold at which its model clips.
 
 
 class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
-    """Here the model clips, in the backward pass of the criterion; every rank adds noise to its shard.
+    """The model clips in the backward pass of the criterion, and every rank adds noise to its shard.
 
-    That backward pass calls `zero_grad` before it clips, which is where a new C reaches the model.
+    That backward pass calls `zero_grad` before it clips. There a new C reaches the model.
     """
 
     _wrapper: Any = None
     _norms: Tensor | None = None
-    """The norms of the physical batch that was summed last: each pass makes new ones."""
+    """The norms of the physical batch that was summed last; each pass makes a new tensor."""
 
     def bind(self, wrapper: Any, ranks: Ranks | None = None) -> None:
-        """As OpacusStep; and let the model clip at this optimizer's threshold."""
+        """As in OpacusStep; the model also clips at this optimizer's threshold."""
         super().bind(wrapper, ranks)
         self._wrapper = wrapper
         self._begin()
@@ -73,43 +72,43 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
         self._clipped_at = None
 
     def _check_ready(self) -> None:
-        """Only what the model has clipped may be summed, and each physical batch once."""
+        """Check that the model has clipped the gradients, and that they were not summed before."""
         if self._wrapper is None:
             return
         norms = self._wrapper._per_sample_gradient_norms
         if norms is None or norms is self._norms:
             raise StepError(
-                "step() expects gradients that were clipped since the last one: call backward() on the "
-                "loss of the criterion that make_private returned, once before every step()"
+                "No gradients were clipped since the last step(). Call backward() once before every "
+                "step(), on the loss of the criterion that make_private returned."
             )
         if self._clipped_at != self._wrapper.max_grad_norm:
             raise StepError(
-                f"the model clipped at {self._wrapper.max_grad_norm}, the noise is scaled for "
-                f"{self._clipped_at}: set max_grad_norm of the optimizer, not of the model, and call "
-                "zero_grad()"
+                f"The model clipped at {self._wrapper.max_grad_norm}, but the noise is scaled for "
+                f"{self._clipped_at}. Set max_grad_norm of the optimizer, not of the model, and call "
+                "zero_grad()."
             )
         self._norms = norms
 
-    def _rows(self) -> list[int]:
-        """Of the pass whose norms the model keeps."""
+    def _samples_of_passes(self) -> list[int]:
+        """Number of samples in the pass whose norms the model keeps."""
         return [] if self._norms is None else [len(self._norms)]
 
     def _drop_samples(self) -> None:
-        """None are kept: the model has clipped the pass without samples to sums of zero."""
+        """Does nothing: the sums of a pass without samples are zero."""
 
     def clip_and_accumulate(self) -> None:
         """Add the clipped gradients of this physical batch to the sums."""
         for p in self.params:
             if p not in self.grad_state or p.grad is None:
                 raise StepError(
-                    f"a parameter of shape {tuple(p.shape)} was not trained by this private optimizer "
-                    "in the last backward pass; freeze it, or call make_private again"
+                    f"The last backward pass left no clipped gradient on a parameter of shape "
+                    f"{tuple(p.shape)}. Freeze it, or call make_private again."
                 )
         with self.batch.changing():
             self.accumulate()
 
     def add_noise(self) -> None:
-        """Every rank draws for the whole parameter and keeps its shard of a mean over the ranks."""
+        """Draw noise for the whole parameter on every rank, and keep its shard of the ranks' mean."""
         self.hooks.record(self)
         share = 1 / self.world_size
         with implicit_replication():
@@ -120,7 +119,7 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
                 release_to([p], [total if noise is None else total + noise])
 
     def scale_grad(self) -> None:
-        """The mean over ranks of the noisy sums becomes their sum, or the mean over the batch."""
+        """Turn the ranks' mean of the noisy sums into their sum, or into the mean over the batch."""
         super().scale_grad()
         if self.loss_reduction == "sum":
             for p in self.params:
@@ -131,13 +130,13 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
 
 
 class _Clip(OpacusStep):
-    """Opacus' `clip_and_accumulate` and `add_noise`, all parameters in one operation."""
+    """Opacus' `clip_and_accumulate` and `add_noise`, in one operation for all parameters."""
 
     def clip_and_accumulate(self) -> None:
         """Adds the clipped per-sample gradients of this batch to the sums (`p.summed_grad`)."""
         for p in self.params:
             check_unprocessed(p.grad_sample)
-            check_unprocessed(self.sums.take(p))  # of a real step: nothing may be added to it
+            check_unprocessed(self.sums.take(p))  # nothing may be added to the sums of a real step
         sums, norms = self._clip(self.grad_samples)
         with self.batch.changing():
             self._see(norms)
@@ -146,15 +145,15 @@ class _Clip(OpacusStep):
                 mark_processed(p.grad_sample)
 
     def _clip(self, samples: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Clipped sums, and norms [b] (of layers, [l, b])."""
+        """Clipped sums, and norms [b] (per layer [l, b])."""
         devices = [g.device for g in samples]
         if len(set(devices)) == 1:
             return ops.clip_accumulate(samples, self._in_use())
-        places = [[i for i, d in enumerate(devices) if d == device] for device in set(devices)]
-        return clip_apart(samples, self._in_use(), places)
+        indices = [[i for i, d in enumerate(devices) if d == device] for device in set(devices)]
+        return clip_on_devices(samples, self._in_use(), indices)
 
     def _see(self, norms: Tensor) -> None:
-        """What a strategy counts."""
+        """Count samples by their norms, if the strategy counts."""
 
     def add_noise(self) -> None:
         """`p.grad` = summed gradient + N(0, std^2); `scale_grad` divides."""
@@ -163,7 +162,7 @@ class _Clip(OpacusStep):
         release_to(self.params, noisy)
 
     def _use_up(self) -> list[Tensor | None]:
-        """The sums, which serve one real step. They are marked first: an interrupted one counts."""
+        """The sums, which one real step may use. They are marked first, in case it is interrupted."""
         sums = [self.sums.take(p) for p in self.params]
         for total in sums:
             check_unprocessed(total)
@@ -176,7 +175,7 @@ class _PerLayerClip(_Clip):
     max_grad_norms: list[float]
 
     def _thresholds(self) -> Any:
-        """Those in use: a scheduler may have set `max_grad_norm`, which clips nothing."""
+        """The thresholds in use. A scheduler may have set `max_grad_norm`, which is not used."""
         return [float(c) for c in self.max_grad_norms]
 
     def _noise_std(self) -> float:
@@ -197,29 +196,30 @@ class MaterializedDPOptimizer(_Clip):
 
 
 class MaterializedPerLayerOptimizer(_PerLayerClip, DPPerLayerOptimizer):
-    """One threshold a parameter tensor."""
+    """One threshold per parameter tensor."""
 
 
 class MaterializedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
     """C follows a quantile of the norms (Andrew et al. 2021), with Opacus' keywords and rule.
 
-    Formal guarantee: a sample counts +1/2 or -1/2, so that the noisy count is a Gaussian mechanism of
-    multiplier 2 `unclipped_num_std`, and together with the gradients one of `noise_multiplier`
-    (Theorem 1 there). Fractions are of the public expected batch size, and counts of physical
-    batches add up. After a step `unclipped_num` and `sample_size` are the noisy number of samples
-    within C and the public number that it is taken of.
+    Formal guarantee: a sample counts +1/2 or -1/2, so the noisy count is a Gaussian mechanism with
+    multiplier 2 `unclipped_num_std`. Together with the gradients it is one with `noise_multiplier`
+    (Theorem 1 there). Fractions refer to the public expected batch size, and counts of physical batches
+    add up. After a step, `unclipped_num` is the noisy number of samples within C, and `sample_size` the
+    public number that it refers to.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
         super().__init__(optimizer, **kwargs)
-        # Before 1.6 Opacus takes the counts' share off.
+        # Before 1.6 Opacus subtracts the counts' share.
         self.noise_multiplier = kwargs["noise_multiplier"]
         self._count: Tensor | None = None
-        """Of the logical batch so far. NOT private."""
+        """Count of the logical batch so far. NOT private."""
         if not self.expected_batch_size:
             raise ArgumentError(
-                "adaptive clipping expects expected_batch_size > 0, the public denominator of its "
-                f"fractions, got {self.expected_batch_size!r}"
+                "expected_batch_size expects a number > 0 with adaptive clipping, got "
+                f"{self.expected_batch_size!r}. Pass the public denominator of its fractions.",
+                doc="noisy-counts",
             )
 
     def _see(self, norms: Tensor) -> None:
@@ -227,11 +227,11 @@ class MaterializedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
         self._count = count if self._count is None else self._count + count
 
     def _noise_std(self) -> float:
-        """Theorem 1 of the paper: the counts' share is taken from sigma."""
+        """Theorem 1 of the paper: sigma without the share of the counts."""
         return remaining(self.noise_multiplier, 2 * self.unclipped_num_std) * self._in_use()
 
     def _move_threshold(self) -> None:
-        """Noise on the count, once a real step, and Opacus' rule for C."""
+        """Add noise to the count once per real step, and apply Opacus' rule for C."""
         assert self._count is not None
         noise = self._source.draw(self._count, self.unclipped_num_std)
         noisy = self._count if noise is None else self._count + noise
@@ -251,16 +251,18 @@ class MaterializedDistributedOptimizer(_FirstRank, _Clip, DistributedDPOptimizer
 class MaterializedDistributedPerLayerOptimizer(
     _FirstRank, _PerLayerClip, SimpleDistributedPerLayerOptimizer
 ):
-    """One threshold a parameter tensor on every rank; rank 0 adds the noise."""
+    """One threshold per parameter tensor on every rank; rank 0 adds the noise."""
 
 
-def clip_apart(
+def clip_on_devices(
     samples: Sequence[Tensor], thresholds: float | Sequence[float], places: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], Tensor]:
-    """`ops.clip_accumulate` of a model spread over devices: what the others hold enters as a norm.
+    """`ops.clip_accumulate` for a model on several devices. Each adds the norms of the others.
 
     Args:
-        places: for each device, which of the samples lie there.
+        samples: per-sample gradients of each parameter, [b, ...].
+        thresholds: C, or one threshold per parameter.
+        places: per device, the indices of the parameters that lie there.
     """
     sums: list[Any] = [None] * len(samples)
     home = samples[0].device
@@ -295,10 +297,11 @@ _OURS: dict[type, type] = {
 
 
 def optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str) -> type[DPOptimizer]:
-    """The class that takes the place of Opacus'; its errors for combinations that do not exist."""
+    """The class that replaces Opacus'; Opacus' errors for combinations that do not exist."""
     if distributed and clipping == "adaptive":
         raise ArgumentError(
-            "clipping='adaptive' of several ranks expects the fast mode, which adds their counts, got "
-            f"grad_sample_mode={grad_sample_mode!r}; omit grad_sample_mode, or clip 'flat'"
+            "clipping='adaptive' on several ranks needs the fast mode, got "
+            f"grad_sample_mode={grad_sample_mode!r}. Omit grad_sample_mode.",
+            doc="unsupported-options",
         )
     return _OURS[get_optimizer_class(clipping, distributed, grad_sample_mode)]

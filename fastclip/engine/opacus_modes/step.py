@@ -1,4 +1,4 @@
-"""The step of Opacus' modes: sums of one logical batch, clipped at one C; raw gradients stay inside."""
+"""The step of Opacus' modes: releases the sums of one logical batch, and never raw gradients."""
 
 from __future__ import annotations
 
@@ -35,41 +35,40 @@ from fastclip.engine.optimizer import private
 from fastclip.engine.release import (
     Gate,
     StepHooks,
+    digest_of_names,
     gate_of,
     is_open,
     keep_only,
-    names_told,
     parameters_of,
 )
 from fastclip.errors import StepError
 from fastclip.ops.noise import NoiseSource, SeededNoise
 
 # -------------------------------------------------------------------------------------------------
-# No optimizer but the private one may step on a model of Opacus' modes: there `p.grad` is raw.
+# Only the private optimizer may step on a model of Opacus' modes, where `p.grad` is raw.
 #
-# The gate of an inner optimizer (`Gate`) knows the one that was given to make_private. Any other,
-# made before or after, is met here: one hook of torch's hears of every optimizer's step, and looks
-# whether it holds a parameter of a living private model. All is held weakly, and ends with
-# `cleanup()`.
+# The gate of an inner optimizer (`Gate`) covers the one that was passed to make_private. One torch hook
+# covers all others: it sees every optimizer's step, and checks whether the optimizer holds a parameter
+# of a living private model. All references are weak, and end with `cleanup()`.
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a private model's newest optimizer may step on."""
+    """The parameters that a private model's newest optimizer may change."""
 
     parameters: frozenset[int]
-    """Ids of all of the model's, frozen ones included: they may be trained again."""
+    """Ids of all of the model's parameters, including frozen ones, which may be trained later."""
     gate: Gate
     inner: weakref.ref[Optimizer]
 
 
 _CLAIMS: WeakKeyDictionary[AbstractGradSampleHooks, _Claim] = WeakKeyDictionary()
 _INSTALLED: list[Any] = []
-"""The handle of the hook, once a model was made private by one of Opacus' modes."""
+"""The handle of the torch hook, once a model is private in one of Opacus' modes."""
 
 
 def watch_steps(wrapper: AbstractGradSampleHooks, inner: Optimizer, gate: Gate) -> None:
-    """From now on only `inner`, while its gate is open, may step on the parameters of `wrapper`."""
+    """Let only `inner`, while its gate is open, step on the parameters of `wrapper`."""
     known = frozenset(id(p) for p in wrapper._module.parameters())
     _CLAIMS[wrapper] = _Claim(known, gate, weakref.ref(inner))
     if not _INSTALLED:
@@ -77,13 +76,13 @@ def watch_steps(wrapper: AbstractGradSampleHooks, inner: Optimizer, gate: Gate) 
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse raw gradients; to an optimizer of another model this is one look at its list.
+    """Raise an error for a step on raw gradients. Optimizers of other models pass.
 
     Raises:
-        StepError: naming a parameter, and the way out.
+        StepError: naming a parameter, with a suggested fix.
     """
     if not _CLAIMS or isinstance(optimizer, DPOptimizer) or is_open(optimizer):
-        return  # of a private one the inner optimizer is looked at
+        return  # for a private optimizer the inner one is checked
     held = [id(p) for p in parameters_of(optimizer)]
     for wrapper, claim in list(_CLAIMS.items()):
         if not claim.parameters.isdisjoint(held):
@@ -99,42 +98,42 @@ def _check(
         return
     inner = claim.inner()
     if claim.gate.passing and inner is not None and _within(held, parameters.values(), inner):
-        return  # an optimizer inside the inner one (ZeRO, Lookahead): it steps on what is released
+        return  # an optimizer inside the inner one (ZeRO, Lookahead) steps on released gradients
     mine = set(held)
     name = next((name for name, p in parameters.items() if id(p) in mine), None)
     if name is None:
-        return  # the model's parameters were replaced, and the number is another tensor's now
+        return  # the model's parameters were replaced, and another tensor has this id now
     raise StepError(
         f"step() of {type(optimizer).__name__} was called on parameter {name!r} of a private model, "
-        "whose gradient nobody has clipped or added noise to; call step() of the optimizer that "
-        "make_private returned, with all in it that is to be trained, or cleanup() on the model that "
-        "it returned, to train without privacy"
+        "whose gradient is not clipped and has no noise. Call step() of the optimizer that make_private "
+        "returned, or model.cleanup() to train without privacy.",
+        doc="optimizers",
     )
 
 
 def _within(held: Iterable[int], parameters: Iterable[nn.Parameter], inner: Optimizer) -> bool:
-    """Whether what an optimizer holds of a model is the inner optimizer's, too."""
+    """Whether the inner optimizer holds all parameters of the model that this optimizer holds."""
     released = {id(p) for p in parameters_of(inner)}
     return {id(p) for p in parameters}.intersection(held) <= released
 
 
 # -------------------------------------------------------------------------------------------------
-# What Opacus' modes leave on parameters of single samples: it can be read, and is not saved with them.
+# Per-sample data that Opacus' modes leave on parameters can be read, but is not saved with them.
 #
-# Opacus sets per-sample gradients as attributes (`p.grad_sample`, a list of them where passes are
-# accumulated), of which a layer's tell the sample that it has seen, and keeps the inputs of layers on
-# them until the backward pass (`module.activations`). Whoever saves a parameter or a module saves
-# its attributes, so they are put there as `ShownSum`, which pickles as an empty tensor.
+# Opacus sets per-sample gradients as attributes (`p.grad_sample`, a list if passes are accumulated),
+# which reveal the samples that a layer has seen. It also keeps the inputs of layers until the backward
+# pass (`module.activations`). Saving a parameter or a module saves its attributes, so these become a
+# `ShownSum`, which pickles as an empty tensor.
 
 
 _WATCHED: WeakSet[AbstractGradSampleHooks] = WeakSet()
 
 
 def watch_passes(wrapper: AbstractGradSampleHooks) -> None:
-    """What every pass of a model that Opacus' code has wrapped leaves on it is only shown.
+    """Keep per-sample data that passes leave on a model of Opacus' modes out of saved files.
 
-    A run that is broken off between a pass and its step may save its model, too. The hook goes where
-    `cleanup()` takes it away: among Opacus' own, or on the wrapper that is dropped.
+    A run that is interrupted between a pass and its step may save its model too. `cleanup()` removes
+    the hook: it is among Opacus' own, or on the wrapper that is dropped.
     """
     if wrapper in _WATCHED:
         return
@@ -163,7 +162,7 @@ def _in_pass(model: ref[nn.Module], gradient: Tensor) -> None:
 
 
 def only_shown(parameters: Iterable[nn.Parameter]) -> None:
-    """Keep what Opacus has left on these parameters as what is not pickled; its values stay."""
+    """Turn the data that Opacus left on these parameters into `ShownSum`; its values stay."""
     for p in parameters:
         own = p.__dict__
         for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
@@ -179,7 +178,7 @@ def _only_shown(tensors: list[Any]) -> None:
 
 
 def _shown(held: Tensor) -> Any:
-    """The same memory, and Opacus' marks on it."""
+    """A `ShownSum` of the same memory, with Opacus' marks."""
     shown = held.as_subclass(ShownSum)
     shown.__dict__.update(held.__dict__)
     return shown
@@ -190,10 +189,10 @@ def _shown(held: Tensor) -> Any:
 
 @private
 class OpacusStep(DPOptimizer):
-    """Order and borders of Opacus' step; how it clips and adds noise is said by subclasses.
+    """The order of Opacus' step. Subclasses define how to clip and to add noise.
 
-    Formal guarantee: a real step releases the clipped sums of one logical batch, all clipped at the
-    thresholds for which its noise is scaled, once; no other gradient reaches the inner step. A
+    Formal guarantee: a real step releases the clipped sums of one logical batch once. All were clipped
+    at the thresholds for which the noise is scaled, and no other gradient reaches the inner step. A
     `max_grad_norm` set in the middle of a logical batch takes effect at the next one.
     """
 
@@ -205,14 +204,14 @@ class OpacusStep(DPOptimizer):
         self.hooks = StepHooks(self.batch)
         self.sums = ClippedSums()
         self._clipped_at: Any = None
-        """Thresholds of the logical batch that is being gathered; None before its first sum."""
+        """Thresholds of the current logical batch; None before its first sum."""
         self._known: set[nn.Parameter] | None = None
         self._model: nn.Module | None = None
         super().__init__(optimizer, **kwargs)
         self._gate = gate_of(self.original_optimizer)
 
     def bind(self, wrapper: Any, ranks: Ranks | None = None) -> None:
-        """Tell the optimizer what make_private returned for its model, and who trains it."""
+        """Connect the optimizer with the private model and the ranks that train it."""
         self._ranks = ranks
         claim_for_opacus(wrapper, self.batch)
         watch_steps(wrapper, self.original_optimizer, self._gate)
@@ -222,11 +221,11 @@ class OpacusStep(DPOptimizer):
     # Thresholds
 
     def _thresholds(self) -> Any:
-        """C of the next logical batch, as it is set now."""
+        """C of the next logical batch."""
         return float(self.max_grad_norm)
 
     def _in_use(self) -> Any:
-        """C of the logical batch that is being gathered."""
+        """C of the current logical batch."""
         return self._thresholds() if self._clipped_at is None else self._clipped_at
 
     def _noise_std(self) -> float:
@@ -239,10 +238,10 @@ class OpacusStep(DPOptimizer):
         self.batch.signal(do_skip)
 
     def discard_logical_batch(self) -> None:
-        """Give up the logical batch that is being gathered: its sums and gradients.
+        """Drops the current logical batch: its sums and gradients.
 
-        For where a loop over a BatchMemoryManager is left before its end, or one of its physical
-        batches is skipped. Nothing of it is released, so it costs nothing.
+        Call this if you leave a loop over a BatchMemoryManager early, or skip one of its physical
+        batches. Nothing is released, so the privacy cost is zero.
         """
         with self.batch.abandon():
             self._forget()
@@ -253,7 +252,7 @@ class OpacusStep(DPOptimizer):
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Clear gradients, per-sample gradients, and the sums unless they are of a split batch."""
+        """Clears gradients, per-sample gradients, and the sums unless a split batch is incomplete."""
         self._gate.shut()
         if self.batch.keeps_sums():
             self._forget_samples()
@@ -268,11 +267,11 @@ class OpacusStep(DPOptimizer):
         self._clipped_at = None
 
     def _all(self) -> Collection[nn.Parameter]:
-        """Parameters of the model, those of no optimizer among them: Opacus' code writes to all."""
+        """All parameters of the model, even without an optimizer: Opacus' code writes to all."""
         return self._known or parameters_of(self)
 
     def _forget_samples(self) -> None:
-        """Of frozen parameters, too: they may be trained again in the next batch."""
+        """Forget samples of frozen parameters too: they may be trained again in the next batch."""
         for p in self._all():
             if p.requires_grad or hasattr(p, "grad_sample"):
                 p.grad_sample = None  # type: ignore[attr-defined]
@@ -281,7 +280,7 @@ class OpacusStep(DPOptimizer):
 
     @disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Opacus': closure, `pre_step`, inner step; an inner step that fails leaves the gate shut."""
+        """As in Opacus: closure, `pre_step`, inner step. A failed inner step shuts the gate too."""
         self.batch.last_was_real = False
         try:
             return super().step(closure)
@@ -289,9 +288,9 @@ class OpacusStep(DPOptimizer):
             self._gate.shut()
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Everything before the inner step; False if this step only accumulates.
+        """Runs everything before the inner step; returns False if this step only accumulates.
 
-        A step that fails releases nothing, and `zero_grad` clears what it had.
+        A step that fails releases nothing, and `zero_grad` clears its sums.
         """
         self.batch.last_was_real = False
         self._gate.shut()
@@ -303,7 +302,7 @@ class OpacusStep(DPOptimizer):
             self._check_ready()
             self.batch.begin_pass()
             self.batch.check_no_units()
-            if not self.batch.contribute(self._rows()):
+            if not self.batch.contribute(self._samples_of_passes()):
                 self._drop_samples()
             skip = self.batch.next_skip()
             self.batch.step(skip=skip)
@@ -319,7 +318,7 @@ class OpacusStep(DPOptimizer):
                 self.add_noise()
                 self.scale_grad()
                 self.hooks.run(self)
-            except BaseException:  # not accounted (a hook failed, Ctrl-C)
+            except BaseException:  # not recorded (a hook failed, Ctrl-C)
                 keep_only(self, ())
                 raise
             finally:
@@ -331,7 +330,7 @@ class OpacusStep(DPOptimizer):
         return True
 
     def _meet(self) -> None:
-        """All ranks are about to release the same step, clipped at the thresholds of its noise.
+        """Check that all ranks release the same step, clipped at the thresholds of its noise.
 
         Raises:
             StepError: naming what differs, on every rank.
@@ -345,7 +344,7 @@ class OpacusStep(DPOptimizer):
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=math.hypot(*clipped) if isinstance(clipped, list) else clipped,
             **{"a digest of all thresholds": number_of(clipped)},
-            **names_told(n for n, p in self._model.named_parameters() if p in trained),
+            **digest_of_names(n for n, p in self._model.named_parameters() if p in trained),
         )
 
     def _check_known(self, parameters: list[nn.Parameter]) -> None:
@@ -353,61 +352,60 @@ class OpacusStep(DPOptimizer):
         unknown = sum(p not in self._known for p in parameters)
         if unknown:
             raise StepError(
-                f"{unknown} of the optimizer's trainable parameters do not belong to its private "
-                "model, so their gradients would be another model's; give them an optimizer of "
-                "their own"
+                f"{unknown} of the optimizer's trainable parameters do not belong to its private model, "
+                "so make_private does not cover them. Give them a separate optimizer.",
+                doc="optimizers",
             )
 
     def _check_ready(self) -> None:
-        """Refuse parameters without a per-sample gradient; Opacus' error where none has one."""
+        """Raise an error for parameters without a per-sample gradient; Opacus' if none has one."""
         lacking = [p for p in self.params if getattr(p, "grad_sample", None) is None]
         if any(getattr(p, "grad_sample", None) is NOT_KEPT for p in self.params):
             raise StepError(
-                "Per sample gradient is not initialized: the model is clipped for another optimizer, of "
-                "the fast mode; call step() of that one"
+                "Per sample gradient is not initialized, because another optimizer in the fast mode "
+                "clips this model. Call step() of that one.",
+                doc="optimizers",
             )
         if any(getattr(p, OPACUS_MARK, 0) for p in lacking):
             raise StepError(
-                "Per sample gradient is not initialized: a forward pass has had no backward pass that "
-                "came to its end (one failed, rows were evaluated outside torch.no_grad(), or the loss "
-                "leaves out a layer that was called); call optimizer.discard_logical_batch(), and go on "
-                "with the next batch"
+                "Per sample gradient is not initialized, because no complete backward pass followed a "
+                "forward pass. Call optimizer.discard_logical_batch(), continue with the next batch, "
+                "and evaluate under torch.no_grad()."
             )
         if 0 < len(lacking) < len(self.params):
             names = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
             raise StepError(
-                "Per sample gradient is not initialized: the last backward pass has not reached "
-                f"{len(lacking)} of the trained parameters ({names.get(lacking[0], 'no name')}, ...), "
-                "and Opacus' modes ask for one of each; freeze what a batch does not pass through "
-                "(requires_grad_(False)), or use the fast mode (omit grad_sample_mode), which takes its "
-                "gradient for zero"
+                "Per sample gradient is not initialized, because the last backward pass did not reach "
+                f"{len(lacking)} of the trained parameters ({names.get(lacking[0], 'no name')}, ...). "
+                "Freeze them, or omit grad_sample_mode to use the fast mode."
             )
         for p in lacking:
             self._get_flat_grad_sample(p)
 
-    def _rows(self) -> list[int]:
-        """Samples of each backward pass since the last step."""
+    def _samples_of_passes(self) -> list[int]:
+        """Number of samples in each backward pass since the last step."""
         held = self.params[0].grad_sample
         return [len(part) for part in (held if isinstance(held, list) else [held])]
 
     def _drop_samples(self) -> None:
-        """The draw was empty, and the sample that there is is a placeholder."""
+        """Drop the placeholder sample of an empty sampled batch."""
         for p in self.params:
             p.grad_sample = self._get_flat_grad_sample(p)[:0]
 
     @property
     def accumulated_iterations(self) -> int:
-        """Batches that this step consumes, those of skipped steps among them."""
+        """Number of batches that this step consumes, including those of skipped steps."""
         return max(super().accumulated_iterations, self.batch.accumulated)
 
     def _move_threshold(self) -> None:
-        """What a strategy does after a real step."""
+        """Update the strategy after a real step."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+        """Read by torch.amp.GradScaler.step(), which would skip steps on overflow."""
         raise StepError(
-            "torch.amp.GradScaler scaled the loss, but not the threshold at which Opacus' modes clip, "
-            "and would skip steps on overflow, which tells something about raw gradients; use bfloat16 "
-            "without a scaler, or the fast mode (omit grad_sample_mode) with fastclip.GradScaler"
+            "torch.amp.GradScaler does not scale the clipping threshold, and skips steps on overflow, "
+            "which reveals something about raw gradients. Use bfloat16 without a scaler, or the fast "
+            "mode with fastclip.GradScaler.",
+            doc="mixed-precision",
         )

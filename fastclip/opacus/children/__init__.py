@@ -1,6 +1,6 @@
-"""Processes that a program starts have this engine's names, too (`mp.spawn`, torchrun, workers).
+"""Installs fastclip's names in processes that a program starts (`mp.spawn`, torchrun, workers).
 
-Their Python imports `sitecustomize` of this folder, which PYTHONPATH names, as it starts.
+At its start, their Python imports `sitecustomize` of this folder, which is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _HERE = str(Path(__file__).parent)
 
 
 def include(defaults: dict[str, Any]) -> None:
-    """From here on, what this process starts installs this engine as soon as it imports opacus.
+    """Let processes that this one starts install fastclip when they import opacus.
 
-    Not so for an interpreter that is told to pass over its environment (python -I, -E, -S).
+    Interpreters that ignore their environment (python -I, -E, -S) do not.
 
     Args:
         defaults: of `install`.

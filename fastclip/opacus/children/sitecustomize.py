@@ -1,7 +1,7 @@
-"""A child of `python -m fastclip.opacus` starts: the first import of opacus installs this engine.
+"""In a child of `python -m fastclip.opacus`, the first import of opacus installs fastclip's names.
 
-Nothing else is imported before: most children never ask for opacus. Another sitecustomize that
-stands behind this one on the path runs as well.
+Nothing else is imported before, because most children never import opacus. Another sitecustomize later
+on the path runs too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 
 
 class _Installing(MetaPathFinder):
-    """Finds opacus, once, and installs this engine when it has been run."""
+    """Finds opacus once, and installs fastclip's names after its import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -42,7 +42,7 @@ class _Installing(MetaPathFinder):
 
 
 def _run_another() -> None:
-    """The sitecustomize that this one hides."""
+    """Run the sitecustomize that this one hides."""
     here = Path(__file__).resolve().parent
     others = [folder for folder in sys.path if Path(folder).resolve() != here]
     spec = PathFinder.find_spec("sitecustomize", others)

@@ -338,7 +338,7 @@ def test_what_nobody_sees_is_found_by_proofs_at_doubling_distances(
     run.train(x, y, 5)
     assert run.step.captured == 1
     monkeypatch.setenv("FASTCLIP_TEST_SCALE", "2")
-    with pytest.warns(UserWarning, match="does not give what the pass gives"):
+    with pytest.warns(UserWarning, match="A replay of the pass gives other results"):
         run.train(x, y, 5)
     assert run.step.captured == 0
 
@@ -502,7 +502,7 @@ def test_rows_that_are_run_at_once_follow_from_the_sampling() -> None:
 
 def test_arguments() -> None:
     run = Run(nn.Linear(6, 3))
-    with refused("choose one", ArgumentError):
+    with refused("cuda_graph and compile exclude", ArgumentError):
         run.engine.make_step(run.model, losses, cuda_graph=True, compile=True)
     with refused("True or False", ArgumentError):
         run.engine.make_step(run.model, losses, compile="yes")  # type: ignore[arg-type]

@@ -300,7 +300,7 @@ def test_one_loss_expanded_to_rows() -> None:
     criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]))
     run = start(flat(), torch.randn(64, 6), poisson_sampling=False,
                 function=lambda m, x, y: criterion(m(x), y).expand(len(x)))  # fmt: skip
-    with refused("one number of the whole batch", BatchSizeError):
+    with refused("one number for the whole batch.*errors.html#coupled-loss", BatchSizeError):
         run[4](*batch(dtype=torch.float32))
 
 
@@ -310,7 +310,7 @@ def test_rows_in_lists_are_not_divided(names: Callable) -> None:
     run = start(flat(), torch.randn(64, 6), rows=4, poisson_sampling=False, cuda_graph=False,
                 function=lambda m, x, y, names: losses(m, x, y))  # fmt: skip
     x, y = batch(dtype=torch.float32)
-    with refused("make a tensor of them", BatchSizeError):
+    with refused("Make a tensor of them", BatchSizeError):
         run[4](x, y, names([str(i) for i in range(len(x))]))
     run[4](x, y, 0.5)  # what all rows share
 
@@ -380,7 +380,7 @@ def test_hooks_on_gradients() -> None:
 
 def test_what_is_no_training() -> None:
     run = captured()
-    with run[0].paused(), refused("outside of engine.paused", StepError):
+    with run[0].paused(), refused("inside engine.paused", StepError):
         run[4](*batch())
     plain = run[0].make_step(run[1], losses, physical_batch=24)
     for step in (run[4], plain):
@@ -389,7 +389,7 @@ def test_what_is_no_training() -> None:
     with refused("axis 0", BatchSizeError):
         run[4](torch.randn(3, 6), torch.arange(2))
     run[1].cleanup()
-    with refused("not private any more", StepError):
+    with refused("no longer private", StepError):
         run[4](*batch())
 
 

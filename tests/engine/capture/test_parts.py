@@ -117,7 +117,7 @@ def test_a_streams_batch_is_not_run_in_parts() -> None:
     """It is said before any of it has contributed."""
     *_, optimizer, loader, step = start(losses, Stream(), poisson_sampling=False)
     x, y = next(iter(loader))
-    with pytest.raises(BatchSizeError, match="holds 24 rows and physical_batch is 8"):
+    with pytest.raises(BatchSizeError, match="holds 24 samples with physical_batch=8"):
         step(x, y)
     assert optimizer.grad_state.batch.fresh
 
@@ -129,5 +129,5 @@ def test_losses_without_a_gradient(kind: str) -> None:
         return found if kind == "detached" else found.long()
 
     *_, loader, step = start(without)
-    with pytest.raises(GraphError, match="some without a gradient"):
+    with pytest.raises(GraphError, match="losses without a gradient"):
         step(*drawn(loader))

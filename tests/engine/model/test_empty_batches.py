@@ -26,11 +26,11 @@ class Heads(nn.Linear):
     [
         (
             "purelib",
-            r"\(the batch has no rows.*: pass rand_on_empty=True .*, for heads takes no 0 rows",
+            r"The batch has no samples.* heads does not accept it\. Pass rand_on_empty=True",
         ),
         (
             "data",
-            r"\(the batch has no rows.*: let the forward pass take 0 rows, .*, or pass rand_on",
+            r"The batch has no samples.*\. Pass rand_on_empty=True .*, or let forward accept 0",
         ),
     ],
 )

@@ -181,7 +181,7 @@ def test_a_sigma_that_the_counts_alone_would_spend(sigma: float) -> None:
 
 def test_a_public_batch_size_of_nothing() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
-    with refused("expected_batch_size > 0", ArgumentError):
+    with refused("expected_batch_size expects a number > 0", ArgumentError):
         MaterializedAdaptiveOptimizer(
             torch.optim.SGD(parameters, lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
             expected_batch_size=0, **KEYWORDS,

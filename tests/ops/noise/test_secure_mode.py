@@ -352,14 +352,14 @@ def test_what_is_said_to_be_secure_is_what_draws() -> None:
     assert engine.mechanism().secure == ()
     optimizer.secure_mode = True  # from the next draw: but of the noise alone
     found = engine.mechanism()
-    assert found.insecure == ("which rows are drawn",)
+    assert found.insecure == ("which samples are drawn",)
     assert len(found.secure) == 3
 
     engine, _, optimizer, loader = start(secure=True)
     engine.secure_mode = False
     assert engine.mechanism().insecure == ()
     loader.batch_sampler.secure = False
-    assert engine.mechanism().insecure == ("which rows are drawn",)
+    assert engine.mechanism().insecure == ("which samples are drawn",)
 
 
 def test_noise_that_is_cryptographic_but_not_guarded() -> None:
@@ -368,14 +368,14 @@ def test_noise_that_is_cryptographic_but_not_guarded() -> None:
     found = engine.mechanism()
     assert "noise of the gradients and of counts" in found.secure
     assert found.insecure == (
-        "which rows are drawn",
-        "the last bits of noise, from which sums could be read",
+        "which samples are drawn",
+        "the last bits of the noise, which could reveal sums",
     )
 
 
 @pytest.mark.parametrize("secure", [True, False])
 def test_a_random_order_in_secure_mode(secure: bool) -> None:
     engine, _, _, loader = start(secure=secure, poisson_sampling=False)
-    assert ("which rows are drawn" in engine.mechanism().secure) is secure
+    assert ("which samples are drawn" in engine.mechanism().secure) is secure
     del loader
-    assert ("which rows are drawn" in engine.mechanism().secure) is secure
+    assert ("which samples are drawn" in engine.mechanism().secure) is secure
