@@ -221,7 +221,7 @@ def test_views_of_a_collate_function(collate: Any, workers: int) -> None:
 
 @pytest.mark.parametrize("collate", [views_apart, apart_by_numpy])
 def test_a_collate_function_that_lays_them_out_otherwise(collate: Any) -> None:
-    with refused("views=2.*next to", BatchSizeError):
+    with refused("views=2.*adjacent", BatchSizeError):
         *_, loader = start(2, collate_fn=collate, sample_rate=1.0, expected_batch_size=N)
         next(iter(loader))
 

@@ -204,33 +204,38 @@ class CheckedCollate(Checks):
         if fault.kind == "repeats":
             return BatchSizeError(
                 f"{name} repeats {one} of its batch{at}{where}, so it contributes more often than "
-                "epsilon states. Return each sample at one position of the batch axis"
+                "epsilon states. Return each sample at one position of the batch axis.",
+                doc="data-order",
             )
         if fault.kind == "views":
             return BatchSizeError(
-                f"{name} lays out views of several samples{at}{where} where views={self.views} expects "
-                "those of one, so they would be clipped as one. Put the views of each sample next to "
-                "each other, as torch.stack(views, 1).flatten(0, 1) does"
+                f"{name} puts views of several samples{at}{where} where views={self.views} expects "
+                "those of one, so they would be clipped as one. Keep the views of each sample "
+                "adjacent, as torch.stack(views, 1).flatten(0, 1) does.",
+                doc="data-order",
             )
         if fault.kind == "mixes":
             return BatchSizeError(
                 f"{name} mixes samples{f' {which}' if which else ''} of its batch{at}{where}, so "
-                "clipping does not bound what each contributes. Let each position of the batch axis "
-                "hold one sample"
+                "clipping does not bound what each contributes. Return one sample at each position of "
+                "the batch axis.",
+                doc="data-order",
             )
         if fault.kind == "axis":
             return BatchSizeError(
                 f"{name} mixes samples along axis 0{at}, and they lie along axis 1. Put them along "
-                "axis 0 (batch_first=True), or pass batch_first=False to make_private"
+                "axis 0, or pass batch_first=False to make_private."
             )
         if fault.kind == "order":
             return BatchSizeError(
-                f"{name} changes the order of samples{at}{where}, which says with unit_ids whose each "
-                "is. Keep the order of rows"
+                f"{name} changes the order of samples{at}{where}, and unit_ids identifies the unit of "
+                "each sample by its position. Keep the order of the samples.",
+                doc="privacy-units",
             )
         return BatchSizeError(
-            f"{name} draws random numbers that cannot be repeated, so whether it repeats samples or "
-            "mixes samples is not known. Draw them in the data set, or from torch's global generator"
+            f"{name} draws random numbers that cannot be repeated, so fastclip cannot check whether it "
+            "repeats or mixes samples. Draw them in the data set, or from torch's global generator.",
+            doc="data-order",
         )
 
 
@@ -303,9 +308,9 @@ def _of_the_trace(error: BaseException) -> bool:
 
 
 _CANNOT = (
-    "collate_fn makes batches of which none without rows can be made ({what}), and Poisson sampling "
-    "draws empty ones at times: let collate_fn take an empty list and return a batch without rows, or "
-    "let it make tensors, arrays, plain values, or dicts, lists, tuples and dataclasses of these"
+    "collate_fn makes batches that cannot be made without samples ({what}), and Poisson sampling draws "
+    "empty ones at times. Let collate_fn accept an empty list, or return tensors, arrays, plain values "
+    "and containers of these."
 )
 _MANY = 24.0
 """Where so many samples are drawn on average, none is with a probability of at most exp(-24)."""
@@ -340,7 +345,7 @@ class EmptyBatches(Checks):
         self.views = views
         self.first_batch: Any = None
         self.known = False
-        self.refusal: str | None = None
+        self.impossible: str | None = None
         """Why no empty batch can be made."""
 
     def __call__(self, batch: list[Any]) -> Any:
@@ -360,9 +365,9 @@ class EmptyBatches(Checks):
                 return self.collated([])
             except Exception as error:
                 what = "no sample has been read yet"
-                raise ArgumentError(_CANNOT.format(what=what)) from error
-        if self.refusal is not None:
-            raise ArgumentError(self.refusal)
+                raise ArgumentError(_CANNOT.format(what=what), doc="data-order") from error
+        if self.impossible is not None:
+            raise ArgumentError(self.impossible, doc="data-order")
         return copy.deepcopy(self.first_batch)
 
     def collated(self, samples: list[Any]) -> Any:
@@ -384,7 +389,7 @@ class EmptyBatches(Checks):
                 self.first_batch = self.collated([])
             except Exception:  # it does not take an empty list
                 what = str(error) if isinstance(error, _CannotError) else type(batch).__name__
-                self.refusal = _CANNOT.format(what=what)
+                self.impossible = _CANNOT.format(what=what)
 
     def _empty(self, batch: Any, samples: int, longer: Any) -> Any:
         if isinstance(batch, PackedSequence):
@@ -482,19 +487,18 @@ def _rebuilt(whole: Any, longer: Any, of_part: Callable[[Any, Any], Any]) -> Any
 
 _MOST = 16
 """Samples that are looked at, spread over the data set."""
-_WAY_OUT = (
-    "; with unit_ids row i of a batch must be the i-th drawn, for its place says whose it is; pass a "
-    "collate_fn that keeps the order and draws no random numbers (let the data set's __getitem__ draw "
-    "them), and whose leaves are tensors, arrays or lists with the rows along their first axis"
+_KEEP_ORDER = (
+    ", and unit_ids identifies the unit of each by its position. Keep the order, draw no random numbers "
+    "there, and return tensors, arrays or lists with samples along axis 0."
 )
 
 _NAMES = (
     "poisson_sampling=True draws samples by their numbers, and the data set ({kind}) has no sample "
-    "{row}. If its keys are names, pass torch.utils.data.Subset(dataset, list_of_names)"
+    "{sample}. If its keys are names, pass torch.utils.data.Subset(dataset, list_of_names)."
 )
 _NONE = (
     "{kind}.__getitems__ of the data set raises an error for an empty list of numbers, which Poisson "
-    "sampling draws at times. Let it return an empty list"
+    "sampling draws at times. Let it return an empty list."
 )
 
 
@@ -532,14 +536,17 @@ def check_sample_order(loader: DataLoader, samples: list[int], batch_first: bool
             read = _reader(dataset, chosen) if _reads_at_once(dataset) else read
             other = list(_leaves(collate(read(order))))
             if len(other) != len(plain):
-                raise ArgumentError(f"{name} gives rows in another order{_WAY_OUT}")
+                raise ArgumentError(
+                    f"{name} returns another structure for samples in another order{_KEEP_ORDER}",
+                    doc="privacy-units",
+                )
             moved += sum(
                 _follows(a, b, order, name, batch_first) for a, b in zip(plain, other, strict=True)
             )
         if not moved and n > 1:
             raise ArgumentError(
-                f"it cannot be told whether {name} keeps the order of rows: nothing in its "
-                f"batch of {n} rows changes with them{_WAY_OUT}"
+                f"{name} returns the same batch for {n} samples in any order{_KEEP_ORDER}",
+                doc="privacy-units",
             )
 
 
@@ -562,17 +569,18 @@ def know_empty(loader: DataLoader, sample: int) -> None:
         except Exception as error:  # of a sample that cannot be read, the loader tells
             if isinstance(error, KeyError) and error.args == (sample,):
                 raise ArgumentError(
-                    _NAMES.format(kind=type(dataset).__name__, row=sample)
+                    _NAMES.format(kind=type(dataset).__name__, sample=sample), doc="sampling"
                 ) from error
         if not draws_none(loader.batch_sampler):
             return
-        if collate.refusal is not None:
-            raise ArgumentError(collate.refusal)
+        if collate.impossible is not None:
+            raise ArgumentError(collate.impossible, doc="data-order")
         if _reads_at_once(dataset):
             try:
                 dataset.__getitems__([])  # type: ignore[attr-defined]
             except Exception as error:  # whatever it raises
-                raise ArgumentError(_NONE.format(kind=type(dataset).__name__)) from error
+                none = _NONE.format(kind=type(dataset).__name__)
+                raise ArgumentError(none, doc="data-order") from error
 
 
 def try_collate(loader: DataLoader, samples: list[int]) -> None:
@@ -631,7 +639,8 @@ def _follows(a: Any, b: Any, order: list[int], name: str, batch_first: bool) -> 
                 return not _same(a, b)
     if not _same(a, b) or _length(a, 0) == len(order) > 1:
         raise ArgumentError(
-            f"{name} does not keep the order of rows, or draws random numbers{_WAY_OUT}"
+            f"{name} changes the order of samples, or draws random numbers{_KEEP_ORDER}",
+            doc="privacy-units",
         )
     return False
 
@@ -672,8 +681,9 @@ def _leaves(batch: Any) -> Iterator[Any]:
                 yield from _leaves(value)
     else:
         raise ArgumentError(
-            f"it cannot be told whether collate_fn keeps the order of rows in a {type(batch).__name__}"
-            f"{_WAY_OUT}"
+            f"collate_fn returns a {type(batch).__name__}, in which fastclip cannot find the samples"
+            f"{_KEEP_ORDER}",
+            doc="privacy-units",
         )
 
 

@@ -63,16 +63,16 @@ class Distinct:
     """
 
     def __init__(self, samples: int, name: str, *, once: bool = True) -> None:
-        self.rows, self.name, self.once = samples, name, once
+        self.samples, self.name, self.once = samples, name, once
         self._clear()
 
     def _clear(self) -> None:
-        self._numbers = bytearray(self.rows)
+        self._numbers = bytearray(self.samples)
         self._keys: set[Any] = set()
 
     def one_pass(self) -> Distinct:
         """The same for a pass that begins."""
-        return Distinct(self.rows, self.name, once=self.once)
+        return Distinct(self.samples, self.name, once=self.once)
 
     def check(self, drawn: Any) -> int:
         """Note the samples of one draw; of a list of keys, which the data set is asked for at once, all.
@@ -86,14 +86,15 @@ class Distinct:
         if not self.once:
             self._clear()
         count = 0
-        for key in _single(drawn, self.rows):
+        for key in _single(drawn, self.samples):
             count += 1
             if self._seen(key):
                 raise ArgumentError(
-                    f"the data loader's {self.name} drew sample {key!r} twice in one "
+                    f"The data loader's {self.name} drew sample {key!r} twice in one "
                     f"{'pass over the data' if self.once else 'batch'}, so it contributes more often "
-                    "than epsilon states; let it draw each sample at most once, or use "
-                    "poisson_sampling=True with shuffle=True"
+                    "than epsilon states. Draw each sample at most once, or pass "
+                    "poisson_sampling=True with shuffle=True.",
+                    doc="sampling",
                 )
         return count
 
@@ -102,7 +103,7 @@ class Distinct:
             key = value_of(key)
         except TypeError as error:
             raise ArgumentError(
-                unknown_keys(f"the data loader's {self.name} draws", error)
+                unknown_keys(f"The data loader's {self.name} draws", error), doc="sampling"
             ) from error
         try:
             number = (
@@ -112,10 +113,12 @@ class Distinct:
             before = key in self._keys
             self._keys.add(key)
             return before
-        number += self.rows if -self.rows <= number < 0 else 0
-        if not 0 <= number < self.rows:
+        number += self.samples if -self.samples <= number < 0 else 0
+        if not 0 <= number < self.samples:
             raise ArgumentError(
-                f"the data loader's {self.name} drew sample {number} of a data set of {self.rows}"
+                f"The data loader's {self.name} drew sample {number} of a data set of "
+                f"{self.samples} samples. Correct the numbers that it draws.",
+                doc="sampling",
             )
         before = bool(self._numbers[number])
         self._numbers[number] = 1
@@ -126,8 +129,8 @@ def unknown_keys(who: str, error: TypeError) -> str:
     """What to say of keys that `value_of` does not take."""
     return (
         f"{who} keys of type {error}, which do not compare by value, so a sample drawn twice under two "
-        f"keys would not be seen. Use numbers, strings or tuples as keys, or give {error} __eq__ and "
-        "__hash__"
+        f"keys is not detected. Use numbers, strings or tuples as keys, or give {error} __eq__ and "
+        "__hash__."
     )
 
 
@@ -190,8 +193,8 @@ def _parts(dataset: Any, places: np.ndarray, samples: np.ndarray) -> Iterator[Pa
         try:
             keys = [value_of(key) for key in dataset.indices]
         except TypeError as error:
-            who = f"the data set's {type(dataset).__name__} has"
-            raise ArgumentError(unknown_keys(who, error)) from error
+            who = f"The data set's {type(dataset).__name__} has"
+            raise ArgumentError(unknown_keys(who, error), doc="sampling") from error
         same = [first.setdefault(key, place) for place, key in enumerate(keys)]
         samples = np.asarray(same, dtype=np.int64)[samples]
     elif isinstance(dataset, ConcatDataset) and len(dataset) == dataset.cumulative_sizes[-1]:
@@ -360,7 +363,7 @@ class SameSamples:
     """
 
     def __init__(self, dataset: Any, unit: Tensor | None = None) -> None:
-        self._dataset, self._rows = dataset, len(dataset)
+        self._dataset, self._samples = dataset, len(dataset)
         self._parts = [] if unit is None else parts_of(dataset)
         self._looks: list[dict[str, _Look]] = []
         for part in self._parts:
@@ -379,12 +382,12 @@ class SameSamples:
             StepError: samples are gone, or are at other places.
         """
         samples = len(self._dataset)
-        if samples < self._rows:
+        if samples < self._samples:
             raise StepError(
-                f"the data set ({type(self._dataset).__name__}) has {samples} rows, and had "
-                f"{self._rows} "
-                "when make_private was called, which are drawn by their numbers; call make_private "
-                "again, on a data loader of the rows that are left"
+                f"The data set ({type(self._dataset).__name__}) has {samples} samples, and had "
+                f"{self._samples} when make_private was called, which may still be drawn. Call "
+                "make_private again, with a data loader of the remaining samples.",
+                doc="data-order",
             )
         if not self._parts:
             return
@@ -399,16 +402,16 @@ class SameSamples:
                     self._refuse(f"{kind}.{name}" if name else kind)
 
     def _as_before(self, now: Part, before: Part) -> bool:
-        old = now.places < self._rows  # samples behind them are never drawn
+        old = now.places < self._samples  # samples behind them are never drawn
         places, samples = now.places[old], now.rows[old]
         return np.array_equal(places, before.places) and np.array_equal(samples, before.rows)
 
     def _refuse(self, name: str) -> None:
         raise StepError(
-            f"rows of the data set ({name}) are at other places than when make_private was called, and "
-            "unit_ids says whose a row is by its place, so that rows of several units would be clipped "
-            "as one; leave the order as it is (rows are drawn at random anyway), or call make_private "
-            "again with the ids in the new order"
+            f"Samples of the data set ({name}) moved after make_private, and unit_ids "
+            "identifies the unit of each by its position. Keep the order, or call make_private again "
+            "with the ids in the new order.",
+            doc="privacy-units",
         )
 
 

@@ -114,8 +114,8 @@ class SamplingDesign:
         """
         if self.steps == ENDLESS:
             raise ArgumentError(
-                "epochs needs the length of a pass, and the data set is an IterableDataset without one. "
-                "Give it a __len__, or pass noise_multiplier to make_private"
+                "epochs expects a data set with a length, got an IterableDataset without one. Give it a "
+                "__len__, or pass noise_multiplier to make_private."
             )
         return in_passes(self.steps, epochs)
 
@@ -127,11 +127,9 @@ class SamplingDesign:
 SHARDED = "sharded_by_worker"
 """An attribute of a data set: True says that no two workers bring the same sample."""
 TWICE = (
-    "this step joins {joined} backward passes over a stream that {readers} workers of the data loader "
-    "read side by side, and each of them brings every row unless the data set shares them out, so a row "
-    "may be in the step {most} times: take a step after every batch, or pass num_workers=1 or 0; where "
-    "the data set shares its rows out (torch.utils.data.get_worker_info), say so by setting "
-    f"{SHARDED} = True on it"
+    "This step joins {joined} batches of a stream that {readers} workers read in parallel, so a sample "
+    "may be in it {most} times. Call optimizer.step() after every batch, or set "
+    f"{SHARDED} = True if the workers share the samples out."
 )
 
 
@@ -265,12 +263,13 @@ class Releases:
         joined = optimizer.accumulated_iterations
         if joined > self.design.steps:
             raise StepError(
-                f"this step joins {joined} batches, more than the {self.design.steps} of one pass "
-                "over the data, so rows are in it twice; call optimizer.step() more often"
+                f"This step joins {joined} batches, more than the {self.design.steps} of one pass over "
+                "the data, so it holds samples twice. Call optimizer.step() more often."
             )
         if joined > 1 and (readers := self.design.readers) > 1:
             most = min(joined, readers)
-            raise StepError(TWICE.format(joined=joined, readers=readers, most=most))
+            twice = TWICE.format(joined=joined, readers=readers, most=most)
+            raise StepError(twice, doc="sampling")
         accountant, sigma = self._accountant(), optimizer.noise_multiplier
         accountant.protected = accountant.protected.beside(self.design.protected)
         accountant.taken_by(ranks=self._of_ranks)
@@ -318,15 +317,16 @@ class Releases:
         """
         if not self.design.poisson or self.design.max_batch_size is not None:
             raise ArgumentError(
-                "a rate of its own is known for rows that are drawn by Poisson sampling without "
-                f"max_batch_size, and these are drawn as {self.design.sampler}"
+                "rate expects samples drawn by Poisson sampling without max_batch_size, got "
+                f"{self.design.sampler!r}. Call get_epsilon instead.",
+                doc="privacy-budget",
             )
         try:
             number = between("rate", rate, 0, self.design.rate, closed=True)
         except (ArgumentError, ArgumentTypeError) as error:
             raise ArgumentError(
-                f"rate expects one of this loader's rows, above 0 and at most {self.design.rate:.6g}, "
-                f"got {rate!r}"
+                "rate expects that of a sample of this loader, above 0 and at most "
+                f"{self.design.rate:.6g}, got {rate!r}."
             ) from error
         left = Counter(self._taken)
         found: list[Entry] = []

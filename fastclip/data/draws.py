@@ -100,10 +100,10 @@ class Pace:
         if not self._said:
             self._said = True
             say(
-                "steps are taken on batches that were kept, and it cannot be told on which: each "
-                "of these is accounted at a sampling rate of 1, as if the others had its rows, too; "
-                "iterate over the data loader that make_private returned in every pass, and use each "
-                "batch as it comes"
+                "Steps reuse batches that were kept, so each such step is recorded at a sampling rate "
+                "of 1. Iterate over the data loader that make_private returned in every pass, and use "
+                "each batch as it comes.",
+                doc="sampling",
             )
         return False
 
@@ -146,16 +146,15 @@ class UnknownPasses:
             return
         self._said = True
         why = (
-            "a row may be in each of those that one step joins: these steps are accounted with the "
-            "noise multiplier over their number"
+            "with their noise multiplier divided by the batches of a step"
             if rate is None
-            else "their rows are no Poisson sample: these steps are accounted at a sampling rate of 1, "
-            f"not of {rate:.4g}"
+            else f"at a sampling rate of 1 instead of {rate:.4g}"
         )
         say(
-            "steps are taken on batches that the data loader returned by make_private has not drawn "
-            f"(nobody has iterated over it), so {why}, which makes epsilon far larger; iterate over the "
-            "data loader that make_private returned, and use each of its batches once"
+            "Steps use batches that the data loader returned by make_private has not drawn, so they are "
+            f"recorded {why}, and epsilon is far larger. Iterate over the returned data loader, and use "
+            "each batch once.",
+            doc="sampling",
         )
 
 
@@ -226,7 +225,7 @@ def unit_samples(
         if samples > 1 and any(
             other.draw.size for other in out
         ):  # or another batch, which would be lost
-            raise StepError(UNCLEAR_UNITS)
+            raise StepError(UNCLEAR_UNITS, doc="privacy-units")
         return UnitSamples(
             torch.zeros(samples, dtype=torch.int64, device="cpu"), 0, 0, units.reduction
         )
@@ -234,25 +233,23 @@ def unit_samples(
     owners = units.rows_of(part)
     if views > 1 and (again or samples != len(part)):
         raise BatchSizeError(
-            f"views={views} expects {views} rows for each of the {0 if again else len(part)} samples "
-            f"that the loader drew, got {views * samples} rows. Give the model every view of "
-            "every sample "
-            "in one call, and each batch once (BatchMemoryManager splits large batches)"
+            f"views={views} expects {views} views of each of the {0 if again else len(part)} samples "
+            f"that the loader drew, got {views * samples} samples. Pass every view of every sample to "
+            "the model in one call, and each batch once."
         )
     if owners is None or again or samples != len(part):
         raise BatchSizeError(
-            f"expected all {0 if again else len(part)} rows that the loader drew of its units, each "
-            f"once and in their order, got {samples}: of other rows it cannot be told whose they "
-            "are. Let "
-            "collate_fn and the loop leave none out, add none and split none off (BatchMemoryManager "
-            "splits between units); filter rows before training"
+            f"Expected all {0 if again else len(part)} samples that the loader drew of its units, "
+            f"each once and in order, got {samples}. Do not filter, add or split samples in "
+            "collate_fn or in the loop (BatchMemoryManager splits between units).",
+            doc="privacy-units",
         )
     for other in out:
         if other is not batch and other.draw.size and other.draw.units is not None:
             theirs = _next_part(other, most)
             same = other.draw.units.rows_of(theirs)
             if len(theirs) == samples and (same is None or not same.owner.equal(owners.owner)):
-                raise StepError(UNCLEAR_UNITS)
+                raise StepError(UNCLEAR_UNITS, doc="privacy-units")
     return owners
 
 
@@ -262,7 +259,7 @@ def _next_part(batch: PhysicalBatch, most: int | None) -> range:
     assert draw.units is not None
     if batch.number is not None:
         if draw.units.cuts is None:
-            raise StepError(UNKNOWN_CUT)
+            raise StepError(UNKNOWN_CUT, doc="privacy-units")
         return draw.units.cuts[batch.number]
     parts = cut_between_units(draw.units.sizes, most)
     done = draw.credited
@@ -450,7 +447,7 @@ class SampledBatches:
     def _check_empty(self, passed_over: list[PhysicalBatch], iteration: Iteration) -> None:
         if self.independent and leaves_empty(passed_over, iteration):
             self._locked = EMPTY
-            raise StepError(EMPTY)
+            raise StepError(EMPTY, doc="sampling")
 
     def units_of(
         self, samples: int, views: int = 1
@@ -566,7 +563,7 @@ class SampledBatches:
             ):
                 self._lags = False
         if self._locked:
-            raise StepError(self._locked)
+            raise StepError(self._locked, doc="sampling" if self._locked == EMPTY else None)
         if len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out):
             raise StepError(AHEAD)
         if self._lags is False or last.skip is not None:
@@ -575,7 +572,7 @@ class SampledBatches:
             return last
         exact = [b for b in out if self._holds(b, samples)]
         if len({b.draw.size > 0 for b in exact}) > 1 and not self._first_in_hand(out):
-            raise StepError(UNCLEAR)
+            raise StepError(UNCLEAR, doc="sampling")
         possible = exact or [b for b in out if b.fits(samples)]
         if not possible:
             raise first.too_many(samples)
@@ -597,7 +594,7 @@ class SampledBatches:
         if self._used:
             raise self._used[-1].too_many(samples)
         if self.independent:
-            raise StepError(UNDRAWN)
+            raise StepError(UNDRAWN, doc="sampling")
         batch = PhysicalBatch(SampledBatch(self._largest, Iteration(stream=self.stream)), 0)
         if not batch.fits(samples):
             raise batch.too_many(samples)

@@ -24,96 +24,77 @@ from fastclip.errors import ArgumentError, BatchSizeError, StepError
 
 
 ANOTHER = (
-    "sums of an unfinished logical batch are held (its loop was left, or one of its physical batches "
-    "was skipped), and this batch is another draw of the data loader: a sample of both would contribute "
-    "twice to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch "
-    "skipped, and let every draw be a step of its own (BatchMemoryManager splits large ones)"
+    "An unfinished logical batch is held, and this batch is another sampled batch, so a sample of both "
+    "would contribute twice. Call optimizer.step() once per sampled batch, or "
+    "optimizer.discard_logical_batch() when you leave a loop or skip a batch."
 )
 BORDER = (
-    "batches of two passes over the data loader are accumulated for one step: a sample of both would "
-    "contribute twice to one release. Call optimizer.step() at the end of each pass, or leave the last "
-    "batches out with optimizer.discard_logical_batch()"
+    "This step joins batches of two passes over the data loader, so a sample of both would contribute "
+    "twice. Call optimizer.step() at the end of each pass, or optimizer.discard_logical_batch() to "
+    "leave its last batches out."
 )
 AHEAD = (
-    "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
-    "ends the logical batch: leave the loop. Where a batch is skipped, call "
-    "optimizer.discard_logical_batch() before the next one is drawn; where another library draws ahead, "
-    "prepare the loader with Accelerate before BatchMemoryManager"
+    "A physical batch was drawn before the previous one was stepped, so the end of the logical batch is "
+    "unknown. Leave the loop, and call optimizer.discard_logical_batch() before the next batch whenever "
+    "you skip one."
 )
 UNDRAWN = (
-    "a backward pass came without a batch of the data loader that make_private returned: its batches "
-    "have all been used, or this one comes from another loader, whose draws epsilon does not speak of. "
-    "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
-    "train in engine.paused()"
+    "A backward pass came without a batch of the data loader that make_private returned, so epsilon "
+    "does not cover its samples. Iterate over that loader and use each batch once, or wrap passes that "
+    "must not train in engine.paused()."
 )
 EMPTY = (
-    "a Poisson draw without rows was passed over: it is a step, of noise alone, and a loop that leaves "
-    "it out shows when nobody was drawn, so that epsilon would be larger than what is accounted. Train "
-    "on the empty batch as on the others; where the model or the loss cannot take 0 rows, pass "
-    "rand_on_empty=True to make_private, which makes it a placeholder row that contributes nothing"
+    "An empty batch of Poisson sampling was skipped, which reveals that no sample was drawn, so epsilon "
+    "is larger than recorded. Train on empty batches too, or pass rand_on_empty=True to make_private."
 )
 FORKED = (
-    "this batch was drawn before this process was forked, and its parent may train on it, too: two "
-    "releases of one draw are not two draws. Call optimizer.discard_logical_batch() and go on with the "
-    "next batch, which is drawn here"
+    "This batch was drawn before this process was forked, so its parent may release it too and epsilon "
+    "would be wrong. Call optimizer.discard_logical_batch(), and continue with the next batch."
 )
 SHARED = (
-    "another model has released this draw of the data loader: two releases of one draw are not two "
-    "draws, and epsilon would be larger than what is accounted. Give each model a data loader of its "
-    "own (make_private of the original loader returns one), or train both as parts of one module, by "
-    "one make_private"
+    "Another model has released this sampled batch, so epsilon would be larger than recorded. Give each "
+    "model a data loader of its own (from make_private), or train both as parts of one module."
 )
 REORDERED = (
-    "the rows of a draw come through a {name} around the sampler of the data loader that make_private "
-    "returned, and a row's place in its draw says whose it is (unit_ids): iterate over that loader "
-    "itself (BatchMemoryManager and Accelerate may be around it)"
+    "A {name} around the returned data loader's sampler may move samples, and unit_ids identifies the "
+    "unit of each by its position. Iterate over the returned data loader itself."
 )
 HALVES = (
-    "the calls of the model under one loss were given {rows} rows for {drawn} that the data loader "
-    "drew, and rows of several calls are credited as the same samples: pass every call the whole batch, "
-    "its rows in the same order (BatchMemoryManager splits large batches; leave out rows in the data "
-    "set, not in collate_fn)"
+    "The calls of the model under one loss got {samples} samples of the {drawn} that the data loader "
+    "drew, and samples of several calls count as the same. Pass the whole batch to every call, in the "
+    "same order."
 )
 AT_ONCE = (
-    "the sampler drew {drawn} samples by one key, and the model was given {rows}, so several may be "
-    "clipped as one. Give the model all samples that the data set returns, along its batch axis, or let "
-    "the data set return one sample for each key"
+    "The sampler drew {drawn} samples by one key, and the model got {samples}, so several may be "
+    "clipped as one. Pass all samples that the data set returns along the batch axis, or return one "
+    "per key."
 )
 TOO_MANY = (
-    "expected at most {left} samples in this backward pass, for the data loader drew {drawn} rows "
-    "({used} of them have contributed to this step), got {rows}: a row of the data set must stay one "
-    "row of the batch, for each is clipped as one. Use each batch once, and let neither the data set "
-    "nor collate_fn make several rows of one (views=K of make_private is for K views of each sample); "
-    "where tensors of one batch are joined for one call (torch.cat), call the model once for "
-    "each, or let its forward join them"
+    "Expected at most {left} samples in this backward pass ({drawn} drawn, {used} used), got {samples}, "
+    "so some would contribute twice. Use each batch once, and let collate_fn return one sample per item "
+    "(or pass views)."
 )
 ONE_PASS = (
-    "a batch of a stream (IterableDataset) serves one backward pass in a step, for it is not known how "
-    "many rows the stream gave, so that a second pass may hold the same rows again: pass the whole "
-    "batch through the model at once and take a step before it is used again (average the losses of "
-    "several views inside the model's row); where the batch is too large, make batch_size smaller and "
-    "call optimizer.step() after several batches"
+    "A batch of a stream (IterableDataset) has had a second backward pass in one step, so its samples "
+    "may contribute twice. Pass the whole batch to the model at once, or use a smaller batch_size."
 )
 UNCLEAR = (
-    "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "
-    "row in its place), and it cannot be told whether that row is the one of this backward pass; draw "
-    "the next batch after the step, or set rand_on_empty=False"
+    "Several batches have been drawn ahead and one of them is empty, so this sample may be its "
+    "placeholder. Draw the next batch after the step, or pass rand_on_empty=False."
 )
 UNCLEAR_UNITS = (
-    "several batches have been drawn and not used, and it cannot be told which of them this backward "
-    "pass trains on, so neither whose its rows are: use every batch, and draw the next one after the "
-    "step (neither prefetch, keep nor skip; iterate over the returned loader itself)"
+    "Several batches have been drawn and not used, so the unit of each sample in this backward pass is "
+    "unknown. Iterate over the returned data loader itself, and use each batch before the next is drawn."
 )
 UNKNOWN_CUT = (
-    "a sampler around the data loader's has split a draw of units, and it is not known where, so that "
-    "rows of one unit may be in two parts: split by Opacus' BatchMemoryManager, "
-    "or bound the draw by max_batch_size and max_samples_per_unit"
+    "A sampler around the data loader's has split a batch of units at unknown positions, so a unit may "
+    "be clipped in two parts. Split batches with Opacus' BatchMemoryManager, or set max_batch_size and "
+    "max_samples_per_unit."
 )
 SHARDED = (
-    "the data loader that make_private returned draws this rank's share of the rows, and Accelerate's "
-    "{name} around its sampler would share it out again, among {ranks} ranks: prepare everything but "
-    "the data loader with Accelerate, and iterate over the one that make_private returned (move its "
-    "batches with .to(accelerator.device))"
+    "Accelerate's {name} would shard the returned data loader again over {ranks} ranks, although each "
+    "rank draws its own share. Prepare everything except the data loader, and iterate over the one that "
+    "make_private returned."
 )
 
 
@@ -241,11 +222,13 @@ class SampledBatch:
                 fewer of the samples that the data set returned at once.
         """
         if independent and any(other is not who for other in self.released_by):
-            raise StepError(SHARED)
+            raise StepError(SHARED, doc="sampling")
         if self.called_twice and self.credited < self.size:
-            raise BatchSizeError(HALVES.format(rows=self.credited, drawn=self.size))
+            halves = HALVES.format(samples=self.credited, drawn=self.size)
+            raise BatchSizeError(halves, doc="data-order")
         if self.at_once and self.credited < self.size:
-            raise BatchSizeError(AT_ONCE.format(rows=self.credited, drawn=self.size))
+            at_once = AT_ONCE.format(samples=self.credited, drawn=self.size)
+            raise BatchSizeError(at_once, doc="data-order")
 
 
 @dataclass(eq=False)
@@ -280,11 +263,12 @@ class PhysicalBatch:
         """The refusal of a backward pass over so many samples."""
         draw = self.draw
         if draw.iteration.stream and draw.credited:
-            return BatchSizeError(ONE_PASS)
+            return BatchSizeError(ONE_PASS, doc="sampling")
         return BatchSizeError(
             TOO_MANY.format(
-                left=self.samples_left, drawn=draw.size, used=draw.credited, rows=samples
-            )
+                left=self.samples_left, drawn=draw.size, used=draw.credited, samples=samples
+            ),
+            doc="sampling",
         )
 
 
@@ -358,7 +342,8 @@ def check_not_sharded(who: Any) -> None:
     for sampler in samplers_around(who):
         ranks = getattr(sampler, "num_processes", 1) if _accelerates(sampler) else 1
         if ranks > 1:
-            raise ArgumentError(SHARDED.format(name=type(sampler).__name__, ranks=ranks))
+            sharded = SHARDED.format(name=type(sampler).__name__, ranks=ranks)
+            raise ArgumentError(sharded, doc="several-processes")
 
 
 def _accelerates(sampler: Any) -> bool:
@@ -404,9 +389,9 @@ class Filling:
         self.left = most - parts
         if most > 1 and self._placeholders:
             raise ArgumentError(
-                "BatchMemoryManager on a model that is spread over ranks (fully_shard) hands out "
-                "batches without rows, so that all ranks go through the model equally often; omit "
-                "rand_on_empty"
+                "rand_on_empty=True is not supported with BatchMemoryManager on a sharded model "
+                "(fully_shard), where ranks fill up with empty batches. Omit rand_on_empty.",
+                doc="sharded-models",
             )
 
 

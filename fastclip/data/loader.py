@@ -53,9 +53,8 @@ _FREE = (_RATE, "generator", "steps", "num_batches", "epoch")
 """What says neither who may be drawn nor how often; of the rate, it may fall."""
 _OF_AN_ORDER = ("replacement", "_num_samples", "num_samples")
 _CHANGED = (
-    "{names} of the returned data loader's sampler was changed, and steps are recorded as its draws "
-    "were when make_private returned it; put it back, or call make_private again, on the data loader "
-    "that it was given, with the draws that are meant"
+    "{names} of the returned data loader's sampler changed after make_private, so epsilon would not "
+    "cover its batches. Restore it, or call make_private again with the data loader that you gave it."
 )
 
 
@@ -73,7 +72,7 @@ def check_of(sampler: Any) -> Callable[[], None]:
         To be called before each draw. It raises StepError if the sampler was changed, so that its draws
         are not those that are recorded.
     """
-    return partial(Snapshot(_facts(sampler)).require, StepError, _CHANGED)
+    return partial(Snapshot(_facts(sampler)).require, partial(StepError, doc="sampling"), _CHANGED)
 
 
 def _facts(sampler: Any) -> Iterator[Facts]:
@@ -175,7 +174,7 @@ class _Watched:
         units = drawn if isinstance(drawn, UnitBatch) else None
         if units is not None:
             if name := sampler_between(reading()):
-                raise ArgumentError(REORDERED.format(name=name))
+                raise ArgumentError(REORDERED.format(name=name), doc="privacy-units")
             units.most = most_samples(reading())
         # another model's loader may be this one: then both hear of one draw
         self.released_by = self._rows.released_by if isinstance(self._rows, _Watched) else []
@@ -250,10 +249,10 @@ def check_batches(loader: DataLoader) -> None:
     if kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("accelerate."):
         return  # Accelerate's moves batches to their device
     raise ArgumentError(
-        f"poisson_sampling=True draws in the place of the data loader's {kind.__name__}, whose own "
-        "__iter__ would not run, so that rows it leaves out would be trained on; pass a DataLoader "
-        "whose data set (torch.utils.data.Subset) leaves rows out (move batches to a device in the "
-        "loop or in collate_fn), or poisson_sampling=False"
+        f"poisson_sampling=True replaces the data loader's {kind.__name__}, whose own __iter__ would "
+        "not run, so samples that it leaves out would be trained on. Pass a DataLoader over a "
+        "torch.utils.data.Subset, or poisson_sampling=False.",
+        doc="sampling",
     )
 
 
@@ -508,12 +507,13 @@ def check_secure(loader: DataLoader) -> tuple[Any, type | None]:
         return sampler, None
     secure = _SECURE.get(kind)
     if secure is None or getattr(sampler, "replacement", False):
-        fixed = " (shuffle=False), whose order anyone can foresee"
+        fixed = " (shuffle=False), whose order is predictable"
         raise ArgumentError(
-            "secure_mode=True draws rows by Poisson sampling, or in a random order without "
-            f"replacement, got a data loader with {kind.__name__}"
-            f"{' with replacement' if secure else ''}{fixed if kind is SequentialSampler else ''}; "
-            "pass poisson_sampling=True, or a data loader with shuffle=True"
+            "secure_mode=True expects Poisson sampling, or a random order without replacement, got a "
+            f"data loader with {kind.__name__}{' with replacement' if secure else ''}"
+            f"{fixed if kind is SequentialSampler else ''}. Pass poisson_sampling=True, or a data "
+            "loader with shuffle=True.",
+            doc="secure-mode",
         )
     return sampler, secure
 

@@ -115,10 +115,13 @@ class Request:
         self.__dict__.update(given)
         if self.unit_reduction not in ("mean", "sum"):
             raise ArgumentError(
-                f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}"
+                f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}."
             )
         if self.max_samples_per_unit is not None and self.unit_ids is None:
-            raise ArgumentError("max_samples_per_unit needs unit_ids, which say whose each row is")
+            raise ArgumentError(
+                "max_samples_per_unit expects unit_ids, got none. Pass unit_ids, or omit it.",
+                doc="privacy-units",
+            )
         if not self.poisson_sampling:
             self._check_own_sampler()
 
@@ -126,13 +129,15 @@ class Request:
         for name in ("sample_rate", "max_batch_size", "unit_ids"):
             if getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"{name} needs poisson_sampling=True, which draws every unit independently; "
-                    f"pass that, or omit {name}"
+                    f"{name} needs poisson_sampling=True, which draws every unit independently. Pass "
+                    f"it, or omit {name}.",
+                    doc="unsupported-options",
                 )
         if self.views != 1:
             raise ArgumentError(
-                f"views={self.views} needs poisson_sampling=True, whose sampler says how many "
-                "samples a batch has; pass that, or omit views"
+                f"views={self.views} needs poisson_sampling=True, whose sampler counts the samples of "
+                "a batch. Pass it, or omit views.",
+                doc="unsupported-options",
             )
 
     @property
@@ -183,7 +188,7 @@ class SamplingPlan:
         """What says whose each sample is, for ranks that must share them out alike."""
         samples = None if self.choice is None else self.choice.rows
         return {
-            "rows that may be drawn, in one order": digest([] if samples is None else [samples]),
+            "samples that may be drawn, in one order": digest([] if samples is None else [samples]),
             "unit_ids": digest([] if self.unit is None else [self.unit]),
             "views": str(self.views),
         }
@@ -199,19 +204,26 @@ class SamplingPlan:
             return self
         if design.max_batch_size is not None:
             raise ArgumentError(
-                "max_batch_size cuts a draw to a random subset of all of it, and each rank draws its "
-                "own share alone; omit max_batch_size"
+                "max_batch_size is not supported on several ranks, because each rank draws its share "
+                "independently. Omit max_batch_size.",
+                doc="unsupported-options",
             )
         if design.units < ranks.count:
+            what = "units" if design.unit == "unit" else "samples"
             raise ArgumentError(
-                f"{ranks.count} ranks expect a {design.unit} each at least, got {design.units}"
+                f"Training on {ranks.count} ranks expects at least {ranks.count} {what}, got "
+                f"{design.units}. Start fewer ranks.",
+                doc="several-processes",
             )
         if self.unit is not None:
             others = (self.unit >= 0) & (self.unit % ranks.count != ranks.number)
             mine = self.unit.masked_fill(others, -1)
             if bool((mine >= 0).any()):
                 return replace(self, unit=mine, ranks=ranks)
-            raise ArgumentError(f"rank {ranks.number} of {ranks.count} has no unit to draw")
+            raise ArgumentError(
+                f"Rank {ranks.number} of {ranks.count} has no unit to draw. Start fewer ranks.",
+                doc="several-processes",
+            )
         samples = choice.rows
         if samples is None:
             samples = torch.arange(design.units, dtype=torch.int64, device="cpu")
@@ -416,9 +428,9 @@ def _agree_to_draw(
     ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
     ranks.agree(
         {
-            "way in which rows are drawn": plan.design.described(),
+            "sampling design": plan.design.described(),
             "ledger of steps before": str(ledger.history),
-            "rows of the data set, in one order": told_of(data_loader.dataset),
+            "samples of the data set, in one order": told_of(data_loader.dataset),
             **plan.told(),
             "num_workers and prefetch_factor of the data loader": ahead,
         }
@@ -485,14 +497,16 @@ def _weighted(
     if request.unit_ids is not None or request.max_batch_size is not None:
         name = "max_batch_size" if request.unit_ids is None else "unit_ids"
         raise ArgumentError(
-            f"{name} is priced for one rate of all units, got a data loader with a "
-            f"WeightedRandomSampler; omit {name}, or pass a data loader with shuffle=True"
+            f"{name} expects the same sampling rate for all units, got a data loader with a "
+            f"WeightedRandomSampler. Omit {name}, or pass a data loader with shuffle=True.",
+            doc="unsupported-options",
         )
     if choice.rates is not None:
         if request.sample_rate is not None:
             raise ArgumentError(
-                "sample_rate expects a data loader whose rates are not set yet; pass the one that "
-                "make_private was given, not the one that it returned"
+                "sample_rate expects a data loader without rates, got one that make_private returned. "
+                "Pass the data loader that you gave to make_private.",
+                doc="sampling",
             )
         steps, rates = len(loader), choice.rates
         rate, size = float(rates.max()), float(rates.sum())
@@ -505,8 +519,9 @@ def _weighted(
         steps = steps_of(rate)
         if bool((weights > 1).any()):
             raise ArgumentError(
-                "with sample_rate the weights of the data loader's WeightedRandomSampler are factors "
-                f"of it, expected in [0, 1], got {float(weights.max()):g}; divide them by a public bound"
+                "sample_rate expects weights in [0, 1] of the data loader's WeightedRandomSampler, got "
+                f"{float(weights.max()):g}. Divide them by a public bound.",
+                doc="sampling",
             )
         rates = weights * rate
         size = float(rates.sum())

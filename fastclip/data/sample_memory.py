@@ -304,8 +304,9 @@ def _of_runs(
     count = int(np.array([prod(n for n, _ in each) for each in dims])[which_kind].sum())
     if count > _MOST_RUNS:
         raise ArgumentError(
-            f"samples of the data set lie between each other in memory, in {count} pieces, too many to "
-            "compare. Call contiguous() on the tensors that they are read from"
+            f"Samples of the data set interleave in memory in {count} pieces, too many to check for "
+            "overlaps. Call contiguous() on the tensors that they are read from.",
+            doc="internal-limits",
         )
     lows, which, runs = [], [], []
     for k, (i, _) in enumerate(kinds.T.tolist()):

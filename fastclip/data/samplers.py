@@ -52,13 +52,10 @@ POISSON_OF_SAMPLES = (UniformWithReplacementSampler, PoissonSampler)
 _ALL_SAMPLES = (SequentialSampler, RandomSampler, SecureRandomSampler)
 SUBSETS = (SubsetRandomSampler, SecureSubsetSampler)
 _UNITS = (
-    "the data loader draws units already, all rows of one or none; pass the one that make_private was "
-    "given, not the one that it returned, and unit_ids again"
+    "The data loader draws units already. Pass the data loader that you gave to make_private, and "
+    "unit_ids again."
 )
-_HELD_OUT = (
-    "; to train on a part of the data pass a data loader over "
-    "torch.utils.data.Subset(dataset, indices), without a sampler"
-)
+_HELD_OUT = ". Pass a data loader over torch.utils.data.Subset(dataset, indices), without a sampler"
 
 
 def check_loader(data_loader: Any) -> None:
@@ -70,23 +67,26 @@ def check_loader(data_loader: Any) -> None:
     batches = length_of(data_loader)
     if batches is None and not isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
-            "data_loader expects a length, for the sampling rate is q = 1 / len(data_loader), got a "
-            f"data set or sampler without one ({type(data_loader.dataset).__name__}); give it a __len__"
+            "data_loader expects a length for the sampling rate 1 / len(data_loader), got a data set "
+            f"or sampler without one ({type(data_loader.dataset).__name__}). Give it a __len__.",
+            doc="sampling",
         )
     if data_loader.batch_sampler is None and not asks_at_once(data_loader):
         raise ArgumentError(
-            "data_loader expects to make batches of samples, got batch_size=None, whose samples nobody "
-            "counts. Pass batch_size=... and a data set of single samples, or a BatchSampler as sampler"
+            "data_loader expects to make batches of samples, got batch_size=None. Pass batch_size=... "
+            "and a data set of single samples, or a BatchSampler as sampler.",
+            doc="sampling",
         )
     if batches == 0:
         raise ArgumentError(
-            "data_loader has no batch (drop_last=True with a batch larger than the data?); make the "
-            "batch smaller"
+            "data_loader expects at least one batch, got none. Use a smaller batch_size, or "
+            "drop_last=False."
         )
     if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "in_order", True):
         raise ArgumentError(
-            "data_loader expects in_order=True: with in_order=False its batches come in another order "
-            "than they were drawn"
+            "data_loader expects in_order=True, got False, which hands out batches in another order "
+            "than they were drawn. Pass in_order=True.",
+            doc="sampling",
         )
 
 
@@ -115,25 +115,25 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> SamplerKind:
     """
     if isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
-            "Uniform sampling is not supported for IterableDataset, whose rows cannot be drawn one by "
-            "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False, which takes "
-            "a stream"
+            "Uniform sampling is not supported for IterableDataset, whose samples cannot be drawn one "
+            "by one. Pass a data set with __getitem__ and __len__, or poisson_sampling=False.",
+            doc="sampling",
         )
     check_loader(data_loader)
     check_batches(data_loader)
     sampler = drawing(data_loader)
     if asks_at_once(data_loader):
         raise ArgumentError(
-            "poisson_sampling=True draws batches instead of the data loader's sampler, a "
+            f"poisson_sampling=True replaces the data loader's "
             f"{unwatched(data_loader.sampler).__name__}, and asks the data set for single samples. "
-            "Pass batch_size=... instead of the sampler (a data set with __getitems__ still reads a "
-            "batch at once), or poisson_sampling=False"
+            "Pass batch_size=... instead of the sampler, or poisson_sampling=False.",
+            doc="sampling",
         )
     kind = unwatched(sampler)
     samples = len(data_loader.dataset)  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None)
     if isinstance(sampler, UnitSampler):
-        raise ArgumentError(_UNITS)
+        raise ArgumentError(_UNITS, doc="privacy-units")
     if kind in SUBSETS:
         chosen = _numbers(sampler.indices, kind.__name__)
         Distinct(samples, kind.__name__).check(chosen)
@@ -148,16 +148,17 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> SamplerKind:
     everywhere = kind is DistributedSampler and (distributed or sampler.num_replicas == 1)
     if kind not in _ALL_SAMPLES and not everywhere:
         raise ArgumentError(
-            f"poisson_sampling=True draws from all {samples} rows of the data set, in the place of the "
-            f"data loader's {kind.__name__}, so that rows it leaves out would be trained on"
-            f"{_HELD_OUT}, or pass poisson_sampling=False"
+            f"poisson_sampling=True draws from all {samples} samples of the data set and replaces the "
+            f"data loader's {kind.__name__}, so samples that it leaves out would be trained on"
+            f"{_HELD_OUT}, or pass poisson_sampling=False.",
+            doc="sampling",
         )
     source = len(sampler.dataset if everywhere else sampler.data_source)
     if source != samples:
         raise ArgumentError(
-            f"poisson_sampling=True draws from all {samples} rows of the data set, but the data "
-            "loader's "
-            f"{kind.__name__} draws from {source}{_HELD_OUT}"
+            f"poisson_sampling=True draws from all {samples} samples of the data set, and the data "
+            f"loader's {kind.__name__} draws from {source}{_HELD_OUT}.",
+            doc="sampling",
         )
     a_pass = samples if everywhere else getattr(sampler, "num_samples", samples)
     return SamplerKind(a_pass, generator=generator)
@@ -168,8 +169,9 @@ def _numbers(indices: Any, name: str) -> Tensor:
         listed = [operator.index(i) for i in indices]
     except TypeError as error:
         raise ArgumentError(
-            f"poisson_sampling=True draws rows by their numbers, and the data loader's {name} has other "
-            f"keys{_HELD_OUT}"
+            "poisson_sampling=True draws samples by their numbers, and the data loader's "
+            f"{name} has other keys{_HELD_OUT}.",
+            doc="sampling",
         ) from error
     return torch.tensor(listed, dtype=torch.int64, device="cpu")
 
@@ -178,14 +180,16 @@ def _weights(sampler: WeightedRandomSampler, samples: int) -> Tensor:
     weights = torch.as_tensor(sampler.weights, dtype=torch.float64, device="cpu")
     if weights.shape != (samples,):
         raise ArgumentError(
-            f"the data loader's WeightedRandomSampler expects a weight for each of the {samples} "
-            "rows of "
-            f"the data set, got {list(weights.shape)}; give rows that may not be drawn a weight of 0"
+            f"The data loader's WeightedRandomSampler expects one weight for each of the {samples} "
+            f"samples of the data set, got shape {list(weights.shape)}. Give samples that must not be "
+            "drawn a weight of 0.",
+            doc="sampling",
         )
     if not bool((weights.isfinite() & (weights >= 0)).all()) or not bool(weights.any()):
         raise ArgumentError(
-            "the data loader's WeightedRandomSampler expects finite weights of 0 or more, one of them "
-            "above 0, for rows are drawn in proportion to them"
+            "The data loader's WeightedRandomSampler expects finite weights of 0 or more, at least one "
+            "above 0, got others. Correct the weights.",
+            doc="sampling",
         )
     return weights
 
@@ -194,20 +198,23 @@ def _as_before(sampler: Any, samples: int) -> SamplerKind:
     """Of a loader that samples by Poisson, all samples or a rank's share: the same samples and rate."""
     if getattr(sampler, "max_batch_size", None) is not None:
         raise ArgumentError(
-            "the data loader cuts its draws (max_batch_size) already; pass the data loader that "
-            "make_private was given, not the one that it returned"
+            "The data loader truncates its batches already (max_batch_size). Pass the data loader that "
+            "you gave to make_private.",
+            doc="sampling",
         )
     if getattr(sampler, "shared", False):
         raise ArgumentError(
-            "the data loader draws one rank's share of the rows already; pass the data loader that "
-            "make_private was given, not the one that it returned"
+            "The data loader draws one rank's share of the samples already. Pass the data loader that "
+            "you gave to make_private.",
+            doc="several-processes",
         )
     chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
     a_pass = getattr(sampler, "total_size", sampler.num_samples)
     if a_pass != (samples if chosen is None else len(chosen)):
         raise ArgumentError(
-            f"the data loader's {unwatched(sampler).__name__} draws from {a_pass} rows, "
-            f"and the data set has {samples}{_HELD_OUT}"
+            f"The data loader's {unwatched(sampler).__name__} draws from {a_pass} samples, "
+            f"and the data set has {samples}{_HELD_OUT}.",
+            doc="sampling",
         )
     return SamplerKind(
         a_pass, chosen, rate=sampler.sample_rate, rates=rates, generator=sampler.generator
@@ -230,26 +237,29 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     if isinstance(data_loader.dataset, IterableDataset):
         return None
     if isinstance(sampler, UnitSampler):
-        raise ArgumentError(_UNITS)
+        raise ArgumentError(_UNITS, doc="privacy-units")
     samples = len(data_loader.dataset)  # type: ignore[arg-type]
     inner = sampler
     while hasattr(inner, "sampler"):
         inner = inner.sampler
-    again = "; use shuffle=True, or poisson_sampling=True without a sampler"
+    again = ". Pass shuffle=True, or poisson_sampling=True without a sampler."
     if isinstance(inner, WeightedRandomSampler):
         raise ArgumentError(
-            f"the data loader's {unwatched(inner).__name__} draws some rows more often than others, and "
-            f"epsilon is stated for rows drawn once in {len(data_loader)} batches{again}"
+            f"The data loader's {unwatched(inner).__name__} draws some samples more often than others, "
+            f"and epsilon assumes that each is drawn once in {len(data_loader)} batches{again}",
+            doc="sampling",
         )
     if isinstance(inner, RandomSampler) and inner.replacement:
         raise ArgumentError(
-            f"the data loader's {unwatched(inner).__name__}(replacement=True) may draw a row twice into "
-            f"one batch, where it would contribute twice{again}"
+            f"The data loader's {unwatched(inner).__name__}(replacement=True) may draw a sample twice "
+            f"into one batch, where it would contribute twice{again}",
+            doc="sampling",
         )
     if isinstance(inner, RandomSampler) and inner.num_samples > len(inner.data_source):
         raise ArgumentError(
-            f"the data loader's {unwatched(inner).__name__} draws {inner.num_samples} rows in a pass "
-            f"from {len(inner.data_source)}, so a row is drawn more often than epsilon says{again}"
+            f"The data loader's {unwatched(inner).__name__} draws {inner.num_samples} samples in a pass "
+            f"from {len(inner.data_source)}, so one is drawn more often than epsilon states{again}",
+            doc="sampling",
         )
     if isinstance(sampler, _POISSON):  # a sample may be in several of its draws, but once in each
         return Distinct(samples, kind.__name__, once=False)
@@ -271,15 +281,16 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
     mine = (ranks.count, ranks.number)
     if unwatched(sampler) is not DistributedSampler or mine != (sampler.num_replicas, sampler.rank):
         raise ArgumentError(
-            "without Poisson sampling each rank trains on a share of the rows, and the data loader's "
-            f"{unwatched(sampler).__name__} does not draw that of rank {ranks.number} of {ranks.count}: "
-            "pass a DistributedSampler of these ranks, or poisson_sampling=True, which draws shares "
-            "from any data loader"
+            f"The data loader's {unwatched(sampler).__name__} does not draw the share of rank "
+            f"{ranks.number} of {ranks.count}, so ranks may train on the same samples. Pass a "
+            "DistributedSampler of these ranks, or poisson_sampling=True.",
+            doc="several-processes",
         )
     if not sampler.drop_last and len(sampler.dataset) % ranks.count:
         raise ArgumentError(
-            "the data loader's DistributedSampler repeats rows so that all ranks have as many, which "
-            "would contribute twice; pass it drop_last=True"
+            "The data loader's DistributedSampler repeats samples to give all ranks as many, and these "
+            "would contribute twice. Pass it drop_last=True.",
+            doc="several-processes",
         )
     ranks.agree({"order of the DistributedSampler": (sampler.seed, sampler.shuffle)})
     if sampler.shuffle:  # by set_epoch, whose orders give shares of their own
@@ -324,10 +335,10 @@ _HOW = {
     "part": "overlap in memory",
 }
 _FIX = {
-    "copies": "Leave out the copies, or pass unit_ids with one id for all samples of a record",
+    "copies": "Leave out the copies, or pass unit_ids with one id for all samples of a record.",
     "more": "Leave out the copies, or pass unit_ids (keep what is the same for all samples out of the "
-    "data set, or clone() it)",
-    "part": "Leave out samples that overlap, or pass unit_ids with one id for all samples of a record",
+    "data set, or clone() it).",
+    "part": "Leave out samples that overlap, or pass unit_ids with one id for all samples of a record.",
 }
 
 
@@ -365,7 +376,8 @@ def check_copies(loader: DataLoader, choice: SamplerKind | None, unit: Tensor | 
         found = _as_read(dataset, drawn, owner)
     if found is not None:
         by = type(sampler).__name__ if unknown else None
-        raise ArgumentError(_said(type(dataset).__name__, found, by, unit is not None))
+        said = _said(type(dataset).__name__, found, by, unit is not None)
+        raise ArgumentError(said, doc="privacy-units" if unit is not None else "data-order")
 
 
 def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
@@ -374,14 +386,14 @@ def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
     if units:
         return (
             f"unit_ids gives two units to {pair}, which {how}. Give both the same id, or clone() memory "
-            "that belongs to several units"
+            "that belongs to several units."
         )
     if sampler is not None:
         return (
-            f"the sampler ({sampler}) may draw {pair}, which {how}. Pass a torch.utils.data.Subset of "
-            "the samples to draw"
+            f"The sampler ({sampler}) may draw {pair}, which {how}. Pass a torch.utils.data.Subset of "
+            "the samples to draw."
         )
-    return f"{pair} {how}. {_FIX[found.how]}"
+    return f"S{pair[1:]} {how}. {_FIX[found.how]}"
 
 
 def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | None:

@@ -15,7 +15,7 @@ from fastclip.data.dataset import value_of
 from fastclip.errors import ArgumentError, ArgumentTypeError, BatchSizeError
 from fastclip.ops.units import UnitSamples
 
-_EACH = "unit_ids expects one id for each row of the data set, in its order"
+_EACH = "unit_ids expects one id per sample of the data set"
 
 
 def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
@@ -35,7 +35,7 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
     samples = len(dataset)
     ids = _column(dataset, unit_ids) if isinstance(unit_ids, str) else _listed(unit_ids)
     if len(ids) != samples:
-        raise ArgumentError(f"{_EACH}: {samples} of them, got {len(ids)}")
+        raise ArgumentError(f"{_EACH} ({samples}), got {len(ids)}.", doc="privacy-units")
     numbers: dict[Any, int] = {}
     found = [
         numbers.setdefault(_comparable(i, sample), len(numbers)) for sample, i in enumerate(ids)
@@ -47,16 +47,16 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
 def _listed(ids: Any) -> list[Any]:
     if isinstance(ids, (bytes, dict, set, frozenset, Iterator)):  # the last is read once
         raise ArgumentTypeError(
-            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
+            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}."
         )
     shape = getattr(ids, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise ArgumentError(f"{_EACH}, of shape [rows], got shape {list(shape)}")
+        raise ArgumentError(f"{_EACH}, of shape [samples], got shape {list(shape)}.")
     try:
         return ids.tolist() if hasattr(ids, "tolist") else list(ids)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
+            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}."
         ) from error
 
 
@@ -65,13 +65,15 @@ def _comparable(unit: Any, sample: int) -> Any:
     if isinstance(unit, tuple):
         return tuple(_comparable(part, sample) for part in unit)
     if isinstance(unit, Tensor) and unit.dim():
-        raise ArgumentError(f"{_EACH}, got a tensor of shape {list(unit.shape)} for row {sample}")
+        raise ArgumentError(
+            f"{_EACH}, got a tensor of shape {list(unit.shape)} for sample {sample}."
+        )
     try:
         unit = value_of(unit)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{_EACH}, each of which can be hashed and compared by value (a number, a string, a tuple), "
-            f"got {error} for row {sample}"
+            "unit_ids expects ids that can be hashed and compared by value (numbers, strings, tuples), "
+            f"got {error} for sample {sample}."
         ) from error
     try:
         missing = unit is None or bool(unit != unit)
@@ -79,9 +81,9 @@ def _comparable(unit: Any, sample: int) -> Any:
         missing = True
     if missing:
         raise ArgumentError(
-            f"{_EACH}, got none ({unit!r}) for row {sample}: such rows would count as units of "
-            "their own; "
-            "leave them out of the data set, or give each its unit"
+            f"{_EACH}, got none ({unit!r}) for sample {sample}, so each such sample would count as a "
+            "unit of its own. Leave these samples out of the data set, or give them ids.",
+            doc="privacy-units",
         )
     return unit
 
@@ -99,11 +101,10 @@ def _check_kinds(numbers: dict[Any, int], found: list[int]) -> None:
             if kind != before:
                 samples = found.index(numbers[other]), found.index(number)
                 raise ArgumentError(
-                    f"{_EACH}, all of one kind, got {other!r} for row {samples[0]} and {unit!r} for row "
-                    f"{samples[1]}: {before} and {kind} are never equal, so rows of one unit "
-                    "would count "
-                    "as several; make all of them strings (dtype=str where pandas reads the file, or "
-                    ".astype(str))"
+                    f"unit_ids expects ids of one kind, got {other!r} for sample {samples[0]} and "
+                    f"{unit!r} for sample {samples[1]} ({before} and {kind}), so one unit would count "
+                    "as several. Make all of them strings (dtype=str in pandas).",
+                    doc="privacy-units",
                 )
 
 
@@ -126,9 +127,10 @@ def _column(dataset: Any, name: str) -> list[Any]:
         return [whole[int(i)] for i in dataset.indices]
     if len(tables) != 1:
         raise ArgumentError(
-            f"unit_ids={name!r} expects such a column in the data set ({type(dataset).__name__}), "
-            f"or in a DataFrame that it holds, with a row for each of its rows, found {len(tables)}; "
-            "pass the ids themselves, one for each row"
+            f"unit_ids={name!r} expects one such column in the data set ({type(dataset).__name__}) or "
+            f"its DataFrame, with an entry per sample, got {len(tables)}. Pass the ids themselves, one "
+            "per sample.",
+            doc="privacy-units",
         )
     return _listed(tables[0][name])
 
@@ -186,7 +188,7 @@ def cut_between_units(sizes: Iterable[int], most: int | None) -> list[range]:
     cuts, start, stop = [], 0, 0
     for size in sizes:
         if most is not None and size > most:
-            raise BatchSizeError(too_large(size, most))
+            raise BatchSizeError(too_large(size, most), doc="privacy-units")
         if most is not None and stop + size - start > most:
             cuts.append(range(start, stop))
             start = stop
@@ -197,11 +199,9 @@ def cut_between_units(sizes: Iterable[int], most: int | None) -> list[range]:
 def too_large(samples: int, most: int) -> str:
     """What to say where a unit does not fit into a physical batch."""
     return (
-        f"physical batches of at most {most} rows cannot hold a unit of {samples} rows, whose "
-        "gradient is "
-        f"clipped as one, so that its rows may not be split: allow physical batches of {samples} rows "
-        "(max_physical_batch_size, or per_device_train_batch_size of a Trainer), or pass "
-        f"max_samples_per_unit={most} or less to make_private"
+        f"Physical batches of at most {most} samples cannot hold a unit of {samples} samples, which is "
+        f"clipped as one and must not be split. Allow physical batches of {samples} "
+        f"samples, or pass max_samples_per_unit={most} to make_private."
     )
 
 
@@ -240,7 +240,7 @@ class UnitBatch(list):
         if most is None:
             return function(*plain)
         if self.largest > most:
-            raise BatchSizeError(too_large(self.largest, most))
+            raise BatchSizeError(too_large(self.largest, most), doc="privacy-units")
         self.cuts = cut_between_units(self.sizes, most)
         return [np.asarray(self[cut.start : cut.stop]) for cut in self.cuts]
 

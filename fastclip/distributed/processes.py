@@ -21,9 +21,9 @@ from fastclip.core.torch_names import running_ddp
 from fastclip.distributed.ranks import Ranks, whole
 from fastclip.errors import ArgumentError, FastclipError, GraphError, UnsupportedLayerError
 
-_WAY_OUT = (
-    "wrap the whole model in torch.nn.parallel.DistributedDataParallel, or call fully_shard on it, "
-    "before make_private, or train in one process without a process group"
+_WRAP = (
+    ". Wrap the whole model in torch.nn.parallel.DistributedDataParallel, or call fully_shard on it, "
+    "before make_private."
 )
 
 
@@ -86,8 +86,9 @@ def check_who_writes(ranks: Ranks | None, call: str) -> None:
         return
     if (world := distributed.get_world_size()) > 1:
         raise ArgumentError(
-            f"this process group has {world} processes, and {call} does not know which of them "
-            "train together, and so who writes: call make_private first, in the fast mode"
+            f"The process group has {world} processes, and {call} does not know which of them train "
+            "together. Call make_private first, in the fast mode.",
+            doc="several-processes",
         )
 
 
@@ -129,32 +130,37 @@ def check_set_up(model: nn.Module) -> None:
         UnsupportedLayerError, GraphError: naming the part and the way out.
     """
     for path, module in model.named_modules():
-        where = f"{path or 'the model'} ({type(module).__name__})"
+        where = f"{path or 'The model'} ({type(module).__name__})"
         if isinstance(module, (DDP, DPDDP)) and module is not model:
             raise UnsupportedLayerError(
-                f"{where} is wrapped for several processes, but not the model that it is a part of, "
-                f"whose other parameters would drift apart; {_WAY_OUT}"
+                f"{where} is wrapped for several processes and the model around it is not, so its other "
+                f"parameters would diverge{_WRAP}",
+                doc="several-processes",
             )
         if isinstance(module, FSDP):
             raise UnsupportedLayerError(
-                f"{where} is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters hide "
-                "the layers' own; use torch.distributed.fsdp.fully_shard (FSDP2)"
+                f"{where} is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters are "
+                "unsupported. Use torch.distributed.fsdp.fully_shard (FSDP2).",
+                doc="sharded-models",
             )
         if isinstance(module, FSDPModule) and not isinstance(model, FSDPModule):
             raise UnsupportedLayerError(
-                f"{where} is sharded, but not the model that it is a part of; call fully_shard on the "
-                "model itself, after its parts, and pass that to make_private"
+                f"{where} is sharded and the model around it is not, which is unsupported. Call "
+                "fully_shard on the model itself too, after its parts, before make_private.",
+                doc="sharded-models",
             )
         if isinstance(module, nn.DataParallel):
             raise UnsupportedLayerError(
-                f"{where} copies the model to several devices, where no copy's contributions are "
-                "gathered; pass the model that it wraps, on one device"
+                f"{where} copies the model to several devices, and the gradients of copies are not "
+                "clipped. Pass the model that it wraps, on one device.",
+                doc="several-processes",
             )
     for option in ("static_graph", "mixed_precision"):
         if getattr(model, option, None) and isinstance(model, DDP):
             raise UnsupportedLayerError(
                 f"DistributedDataParallel(..., {option}=...) acts on gradients that a private model "
-                f"does not leave; omit {option} (torch.autocast serves for mixed precision)"
+                f"does not have. Omit {option} (torch.autocast gives mixed precision).",
+                doc="several-processes",
             )
     if isinstance(model, FSDPModule):
         check_shards(model)
@@ -162,8 +168,9 @@ def check_set_up(model: nn.Module) -> None:
     spread = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     if spread:
         raise UnsupportedLayerError(
-            f"parameters {spread} are spread over processes in another way than fully_shard's (tensor "
-            f"or pipeline parallelism), of which no process knows a whole layer; {_WAY_OUT}"
+            f"Parameters {spread} are sharded in another way than by fully_shard (tensor or pipeline "
+            f"parallelism), which is unsupported{_WRAP}",
+            doc="sharded-models",
         )
     if bare(model) is model:
         check_processes(None)
@@ -184,40 +191,45 @@ def check_shards(model: nn.Module, *, follows: bool = True) -> None:
         if not isinstance(p, DTensor):
             if p.requires_grad:
                 raise UnsupportedLayerError(
-                    f"parameter {name!r} is trained, but fully_shard does not hold it (ignored_params), "
-                    "so it would drift apart; let fully_shard hold it, or freeze it"
+                    f"Parameter {name!r} is trained and fully_shard does not hold it (ignored_params), "
+                    "so it would diverge between processes. Let fully_shard hold it, or freeze it.",
+                    doc="sharded-models",
                 )
             continue
         mesh, kinds = p.device_mesh, [type(kind) for kind in p.placements]
         if kinds not in ([Shard], [Replicate, Shard]):
             raise UnsupportedLayerError(
-                f"parameter {name!r} lies on its processes as {p.placements}, but fully_shard alone "
-                "gives (Shard,), or (Replicate, Shard); leave out tensor, pipeline and context "
-                "parallelism"
+                f"Parameter {name!r} expects placements (Shard,) or (Replicate, Shard), as fully_shard "
+                f"alone gives, got {p.placements}. Omit tensor, pipeline and context parallelism.",
+                doc="sharded-models",
             )
         if kinds[0] is Replicate and not follows:
             raise UnsupportedLayerError(
-                f"parameter {name!r} lies on its processes as {p.placements}, and "
-                "grad_sample_mode='ghost_fsdp' would add other noise to each replica, so that they "
-                "drift apart; give fully_shard a mesh of one axis, or omit grad_sample_mode"
+                f"Parameter {name!r} has placements {p.placements}, and grad_sample_mode='ghost_fsdp' "
+                "would add other noise to each replica. Give fully_shard a mesh of one axis, or omit "
+                "grad_sample_mode.",
+                doc="sharded-models",
             )
         if mesh.size() != world:
             raise UnsupportedLayerError(
-                f"parameter {name!r} is spread over {mesh.size()} processes of {world}; give "
-                "fully_shard a mesh of all of them"
+                f"Parameter {name!r} is sharded over {mesh.size()} processes of {world}. Give "
+                "fully_shard a mesh of all of them.",
+                doc="sharded-models",
             )
         if follows and p.to_local().device.type != mesh.device_type:
             raise UnsupportedLayerError(
-                f"parameter {name!r} is kept on the {p.to_local().device.type} while its layer computes "
-                f"on {mesh.device_type} (CPUOffloadPolicy), which is not followed; omit offload_policy"
+                f"Parameter {name!r} is kept on the {p.to_local().device.type} while its layer computes "
+                f"on {mesh.device_type} (CPUOffloadPolicy), which is unsupported. Omit offload_policy.",
+                doc="sharded-models",
             )
 
 
 def check_not_replicated() -> NoReturn:
     """Called where nn.DataParallel copies a private model to another device."""
     raise GraphError(
-        "nn.DataParallel would run copies of the private model on several devices, where no copy's "
-        "contributions are gathered; train the private model itself, on one device"
+        "nn.DataParallel would copy the private model to several devices, and the gradients of copies "
+        "are not clipped. Train the private model itself, on one device.",
+        doc="several-processes",
     )
 
 
@@ -250,14 +262,16 @@ def check_processes(ranks: Ranks | None) -> None:
     wrapper = running_ddp()
     if wrapper is not None and (ranks is None or wrapper is not ranks.wrapper):
         raise GraphError(
-            f"the private model runs inside {type(wrapper).__name__}, which was not there at "
-            f"make_private and gathers nothing of it; {_WAY_OUT}"
+            f"The private model runs inside {type(wrapper).__name__}, which was added after "
+            f"make_private and would not combine its ranks{_WRAP}",
+            doc="several-processes",
         )
     if ranks is not None:
         if getattr(ranks.wrapper, "require_backward_grad_sync", False):
             raise GraphError(
-                "DistributedDataParallel is set to reduce gradients (require_backward_grad_sync), "
-                "which are not clipped; leave it as make_private has set it"
+                "DistributedDataParallel would reduce gradients that are not clipped "
+                "(require_backward_grad_sync=True). Leave the setting as make_private set it.",
+                doc="several-processes",
             )
         return
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -265,7 +279,7 @@ def check_processes(ranks: Ranks | None) -> None:
     world = distributed.get_world_size()
     if world > 1:
         raise GraphError(
-            f"this process group has {world} processes, but this model is trained in one: each would "
-            "train a model of its own, apart from the others and accounted for as if it were alone; "
-            f"{_WAY_OUT}"
+            f"The process group has {world} processes and this model is not wrapped for them, so each "
+            f"would train its own model with its own epsilon{_WRAP}",
+            doc="several-processes",
         )

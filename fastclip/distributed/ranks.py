@@ -29,6 +29,8 @@ _NUMBERS = 12
 class RanksDiffer(ArgumentError):
     """Every rank has been told that they do not train alike."""
 
+    doc = "several-processes"
+
 
 class Ranks:
     """The processes of one group that hold the same model, each with its share of the samples.
@@ -70,15 +72,15 @@ class Ranks:
         found = self._gathered(dict(values))
         for rank, theirs in enumerate(found):
             if isinstance(theirs, str):
-                raise RanksDiffer(f"rank {rank} cannot train: {theirs}")
+                raise RanksDiffer(f"Rank {rank} cannot train: {theirs}")
         for name, first in found[0].items():
             others = [rank for rank, theirs in enumerate(found) if theirs[name] != first]
             if others:
                 theirs = found[others[0]][name]
                 raise RanksDiffer(
-                    f"all ranks expect the same {name}, got {_short(first)} on rank 0 and "
-                    f"{_short(theirs)} on rank {others[0]}; start every rank with the same script, "
-                    "data set and arguments"
+                    f"All ranks expect the same {name}, got {_short(first)} on rank 0 and "
+                    f"{_short(theirs)} on rank {others[0]}. Start every rank with the same script, "
+                    "data set and arguments."
                 )
 
     def first(self, value: T) -> T:
@@ -109,8 +111,8 @@ class Ranks:
         for number, weights in self._gathered(self.shards.told()):
             if told.setdefault(number, weights) != weights:
                 raise RanksDiffer(
-                    "all replicas of a shard expect the same weights, got others on some; load them, "
-                    "or seed all ranks alike, before fully_shard"
+                    "All replicas of a shard expect the same weights, got others on some. Load them, or "
+                    "seed all ranks alike, before fully_shard."
                 )
 
     @contextmanager
@@ -143,9 +145,10 @@ class Ranks:
         for name, (low, high) in zip(numbers, found, strict=False):
             if high != low:
                 raise StepError(
-                    f"the ranks release one step together, but {name} is {low:g} on one and {high:g} "
-                    "on another; every rank must call optimizer.step() (and zero_grad() and "
-                    "discard_logical_batch()) as often, with the same settings"
+                    f"The ranks release a step together and expect the same {name}, got {low:g} on one "
+                    f"and {high:g} on another. Call step(), zero_grad() and discard_logical_batch() "
+                    "equally often on all ranks, with the same settings.",
+                    doc="several-processes",
                 )
 
     @contextmanager
@@ -162,8 +165,9 @@ class Ranks:
             raise
         if self._apart(_RECORDS, [0.0])[0][1]:
             raise StepError(
-                "another rank could not record this step (its own message says why), so it is released "
-                "on none; mend it there, and go on with the next batch on all of them"
+                "Another rank could not record this step, so no rank releases it. Fix the error that "
+                "the rank reports, and continue with the next batch on all ranks.",
+                doc="several-processes",
             )
 
     def _apart(self, doing: int, numbers: list[float]) -> list[tuple[float, float]]:
@@ -181,9 +185,10 @@ class Ranks:
         (low, high), *found = zip((-least).tolist(), most.tolist(), strict=True)
         if low != high:
             raise StepError(
-                "the ranks train one model together, but one is in optimizer.step() while another calls "
-                "the model; every rank must call the model and optimizer.step() as often, and in a "
-                "BatchMemoryManager if any does"
+                "One rank is in optimizer.step() while another calls the model. Call the model and "
+                "optimizer.step() equally often on all ranks, and use BatchMemoryManager on all or "
+                "none.",
+                doc="several-processes",
             )
         return found
 
@@ -227,8 +232,9 @@ class Ranks:
             return source
         if not isinstance(source, SeededNoise):
             raise ArgumentError(
-                f"noise of several ranks expects a SeededNoise or SecureNoise, got "
-                f"{type(source).__name__}, which may draw the same on each of them"
+                "Noise on several ranks expects a SeededNoise or SecureNoise, got "
+                f"{type(source).__name__}, which may draw the same on each of them. Use one of these.",
+                doc="noise",
             )
         if source not in self._sources:
             self._sources[source] = source.of_rank(self.number)

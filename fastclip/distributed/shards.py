@@ -57,8 +57,9 @@ def reaching() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise StepError(
-            "another rank of this training cannot be reached (it has ended, failed, or does something "
-            f"else): nothing of this step is released; continue from the last checkpoint ({error})"
+            "Another rank cannot be reached, because it has ended, failed or does something else, so "
+            f"this step is not released. Continue from the last checkpoint ({error}).",
+            doc="several-processes",
         ) from error
 
 
@@ -115,10 +116,10 @@ class Shards:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         if not all(map(casts_at_rest, self._modules)):
             raise ArgumentError(
-                "a MixedPrecisionPolicy of fully_shard expects torch 2.13, got "
-                f"{torch.__version__}: its hooks cast nothing while all parameters are whole, as for a "
-                "look; use torch.autocast, or cast_forward_inputs=False without an output_dtype, and "
-                "cast the inputs yourself"
+                "MixedPrecisionPolicy of fully_shard expects torch 2.13, got "
+                f"{torch.__version__}. Use torch.autocast, or cast_forward_inputs=False without an "
+                "output_dtype, and cast the inputs yourself.",
+                doc="sharded-models",
             )
         self.gathered = False
         """All parameters are whole."""
@@ -154,9 +155,10 @@ class Shards:
             other = isinstance(held, DTensor) and held is not own
             if other and held.device_mesh == own.device_mesh:  # else fully_shard's, of another mesh
                 raise StepError(
-                    f"parameter {name!r} of a {type(module).__name__} has been replaced since "
-                    "make_private (load_state_dict(assign=True)), so it would not be trained; load "
-                    "without assign, or call make_private again"
+                    f"Parameter {name!r} of a {type(module).__name__} was replaced after make_private "
+                    "(load_state_dict(assign=True)), so it would not be trained. Load without assign, "
+                    "or call make_private again.",
+                    doc="changed-model",
                 )
 
     def told(self) -> tuple[Any, str]:
@@ -199,7 +201,10 @@ def check_whole(model: nn.Module, doing: str) -> None:
         doing: what for, with the way out.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ArgumentError(f"the model has been spread over ranks (fully_shard): {doing}")
+        raise ArgumentError(
+            f"The model is sharded by fully_shard. {doing[:1].upper()}{doing[1:]}",
+            doc="sharded-models",
+        )
 
 
 def _is_spread(module: nn.Module) -> bool:

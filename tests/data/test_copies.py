@@ -333,7 +333,7 @@ def test_pieces_that_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     holes = [X.view(-1).as_strided((3,), (2,), start) for start in (0, 5, 12, 17)]
     start(DataLoader(holes, 2))  # type: ignore[arg-type]
     monkeypatch.setattr("fastclip.data.sample_memory._MOST_RUNS", 3)
-    with refused(r"pieces, too many to compare. Call contiguous\(\)", ArgumentError):
+    with refused(r"pieces, too many to check for overlaps. Call contiguous\(\)", ArgumentError):
         start(DataLoader([X.view(-1).as_strided((3,), (4,), k) for k in (0, 5)], 2))  # type: ignore
 
 

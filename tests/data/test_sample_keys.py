@@ -164,7 +164,7 @@ def test_a_list_that_repeats_a_sample() -> None:
             for x in run.loader:
                 run.one_pass(x)
     twice = BatchSampler(RandomSampler(range(N), replacement=True), 3, False)
-    with refused("may draw a row twice", ArgumentError):
+    with refused("may draw a sample twice", ArgumentError):
         start(data=Bulk(), sampler=twice, poisson=False, batch_size=1, collate_fn=first)
 
 

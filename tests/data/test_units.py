@@ -33,7 +33,7 @@ def test_no_limit_cuts_nothing() -> None:
 
 
 def test_a_unit_that_fits_into_no_part() -> None:
-    with refused("allow physical batches of 5 rows.*max_samples_per_unit=4", BatchSizeError):
+    with refused("Allow physical batches of 5 samples.*max_samples_per_unit=4", BatchSizeError):
         cut_between_units([1, 5], 4)
 
 
@@ -83,7 +83,7 @@ def test_opacus_sampler_is_refused_at_once_where_a_unit_may_not_fit(drawn: list[
     units = batch(drawn, largest=5)
     units.most = 4
     split = BatchSplittingSampler(sampler=[units], max_batch_size=4, optimizer=Optimizer())
-    with refused("allow physical batches of 5 rows", BatchSizeError):
+    with refused("Allow physical batches of 5 samples", BatchSizeError):
         list(split)
 
 

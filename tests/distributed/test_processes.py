@@ -88,7 +88,7 @@ def test_ddp_around_the_private_model(wrap_model: bool) -> None:
 def test_data_parallel() -> None:
     """On several devices it would run copies of the private layers."""
     for model in (nn.DataParallel(mlp()), nn.Sequential(nn.DataParallel(mlp()))):
-        with refused("pass the model that it wraps", UnsupportedLayerError):
+        with refused("Pass the model that it wraps", UnsupportedLayerError):
             make_private(model)
     private = make_private(mlp())[1]
     with refused("DataParallel", GraphError):
