@@ -72,7 +72,7 @@ AT_ONCE = (
 TOO_MANY = (
     "Expected at most {left} samples in this backward pass ({drawn} drawn, {used} used), got {samples}, "
     "so some would contribute twice. Use each batch once, and let collate_fn return one sample per item "
-    "(or pass views)."
+    "(or pass views=K)."
 )
 ONE_PASS = (
     "A batch of a stream (IterableDataset) has had a second backward pass in one step, so its samples "

@@ -200,8 +200,9 @@ def too_large(samples: int, most: int) -> str:
     """What to say where a unit does not fit into a physical batch."""
     return (
         f"Physical batches of at most {most} samples cannot hold a unit of {samples} samples, which is "
-        f"clipped as one and must not be split. Allow physical batches of {samples} "
-        f"samples, or pass max_samples_per_unit={most} to make_private."
+        f"clipped as one and must not be split. Allow physical batches of {samples} samples "
+        "(max_physical_batch_size, per_device_train_batch_size), or pass "
+        f"max_samples_per_unit={most} to make_private."
     )
 
 

@@ -224,15 +224,15 @@ def test_weights_with_a_public_rate_are_factors_of_it() -> None:
     assert (found.rate, found.steps, found.public) == (0.1, 10, True)
     assert found.rates is not None
     assert torch.allclose(found.rates, torch.tensor([0.05, 0.025] * 6, dtype=torch.float64))
-    with refused(r"expected in \[0, 1\], got 2; divide", ArgumentError):
+    with refused(r"expects weights in \[0, 1\] .*, got 2\. Divide", ArgumentError):
         design(DataLoader(rows(), 4, sampler=WeightedRandomSampler([2.0] * N, N)), sample_rate=0.1)
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0] * 5, "a weight for each of the 12 rows"),
-        ([1.0] * 20, "a weight for each of the 12 rows"),
+        ([1.0] * 5, "one weight for each of the 12 samples"),
+        ([1.0] * 20, "one weight for each of the 12 samples"),
         ([-1.0] + [1.0] * 11, "finite weights of 0 or more"),
         ([float("nan")] + [1.0] * 11, "finite weights of 0 or more"),
         ([0.0] * 12, "at least one above 0"),

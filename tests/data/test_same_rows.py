@@ -189,7 +189,7 @@ def test_passes_of_an_engine(unit_ids: Any) -> None:
     if unit_ids is None:
         assert len(list(loader)) == len(loader)
     else:
-        with refused("at other places", StepError):
+        with refused("moved after make_private", StepError):
             next(iter(loader))
     del rows[5:]
     with refused(r"\(list\) has 5 samples, and had 24 .* Call make_private again", StepError):
@@ -201,5 +201,5 @@ def test_rows_that_other_ranks_draw() -> None:
     rows = list(values())
     same = SameSamples(rows, UNIT.where(UNIT % 2 == 0, -1))
     shuffle(rows)
-    with refused("at other places", StepError):
+    with refused("moved after make_private", StepError):
         same.check()
