@@ -1,7 +1,7 @@
-"""The user's own samplers: kept by Poisson sampling, or an error; repeated samples, canaries.
+"""Checks of the user's sampler, of repeated samples, and of canaries.
 
-Poisson sampling takes the sampler's place, so it must draw from the same samples, with the same weights;
-without it, the sampler's samples are trained on as they come.
+Poisson sampling replaces the sampler, so it must draw from the same samples with the same weights.
+Without it, the samples are trained on as the sampler draws them.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _HELD_OUT = ". Pass a data loader over torch.utils.data.Subset(dataset, indices)
 
 
 def check_loader(data_loader: Any) -> None:
-    """Refuse what has no batches of samples that can be counted.
+    """Checks that a loader has batches of samples that can be counted.
 
     Raises:
-        ArgumentError: no batch sampler, no length, or no batch.
+        ArgumentError: there is no batch sampler, no length, or no batch.
     """
     batches = length_of(data_loader)
     if batches is None and not isinstance(data_loader.dataset, IterableDataset):
@@ -92,26 +92,26 @@ def check_loader(data_loader: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplerKind:
-    """What Poisson sampling must keep of a data loader's sampler."""
+    """The choices of a data loader's sampler that Poisson sampling must keep."""
 
     a_pass: int
-    """Samples in one pass over the data, on average."""
+    """Mean number of samples in one pass over the data."""
     rows: Tensor | None = None
-    """Which may be drawn, int64; None: all."""
+    """Numbers of the samples that may be drawn, int64. None: all."""
     weights: Tensor | None = None
-    """Of each sample, float64 [n]: rates are proportional to them."""
+    """Weights of the samples, float64 [n]. Rates are proportional to them."""
     rate: float | None = None
-    """Of a loader that samples by Poisson already."""
+    """Rate of a loader that uses Poisson sampling already."""
     rates: Tensor | None = None
-    """Of each sample, float64 [n], of such a loader."""
+    """Rates of the samples of such a loader, float64 [n]."""
     generator: Any = None
 
 
 def check_poisson(data_loader: DataLoader, distributed: bool) -> SamplerKind:
-    """What Poisson sampling in the place of the loader's sampler must keep.
+    """Returns the choices that Poisson sampling must keep if it replaces the loader's sampler.
 
     Raises:
-        ArgumentError: a sampler whose choice cannot be kept: of the user's own, or a subclass.
+        ArgumentError: the sampler's choice cannot be kept, as it is the user's own or a subclass.
     """
     if isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
@@ -195,7 +195,7 @@ def _weights(sampler: WeightedRandomSampler, samples: int) -> Tensor:
 
 
 def _as_before(sampler: Any, samples: int) -> SamplerKind:
-    """Of a loader that samples by Poisson, all samples or a rank's share: the same samples and rate."""
+    """Returns the samples and rate of a loader that uses Poisson sampling already, if unchanged."""
     if getattr(sampler, "max_batch_size", None) is not None:
         raise ArgumentError(
             "The data loader truncates its batches already (max_batch_size). Pass the data loader that "
@@ -222,13 +222,13 @@ def _as_before(sampler: Any, samples: int) -> SamplerKind:
 
 
 def check_order(data_loader: DataLoader) -> Distinct | None:
-    """Refuse, without Poisson sampling, a sampler that may draw a sample twice in a pass.
+    """Checks, without Poisson sampling, that the sampler draws no sample twice in a pass.
 
     Returns:
-        What refuses such samples when they are drawn; None where the sampler is known to draw none.
+        A check of samples when they are drawn. None if the sampler is known to draw none twice.
 
     Raises:
-        ArgumentError: a sampler that is known to draw samples twice, or more often than others.
+        ArgumentError: the sampler draws samples twice, or some more often than others.
     """
     check_loader(data_loader)
     outer = outermost(data_loader)
@@ -272,7 +272,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
 
 
 def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
-    """Without Poisson sampling each rank's sampler must draw a share of its own, and no sample twice.
+    """Checks, without Poisson sampling, that each rank's sampler draws its own share of the samples.
 
     Raises:
         ArgumentError: two ranks would train on the same sample.
@@ -293,7 +293,7 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
             doc="several-processes",
         )
     ranks.agree({"order of the DistributedSampler": (sampler.seed, sampler.shuffle)})
-    if sampler.shuffle:  # by set_epoch, whose orders give shares of their own
+    if sampler.shuffle:  # the shares depend on set_epoch
         ranks.followed["the DistributedSampler's epoch"] = lambda: sampler.epoch
 
 
@@ -303,7 +303,7 @@ def draws_independently(loader: DataLoader) -> bool:
 
 
 def length_of(loader: DataLoader) -> int | None:
-    """Batches of a pass; None if nobody knows."""
+    """Number of batches in a pass. None if it is not known."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -311,7 +311,7 @@ def length_of(loader: DataLoader) -> int | None:
 
 
 def order_of(loader: DataLoader) -> tuple[int, bool]:
-    """(samples in one pass, whether their order is drawn at random) of a loader's own sampler."""
+    """Returns the number of samples in a pass of a loader's sampler, and whether it shuffles them."""
     sampler = drawing(loader)
     kind = unwatched(sampler)
     if kind in SUBSETS:
@@ -322,11 +322,10 @@ def order_of(loader: DataLoader) -> tuple[int, bool]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Samples that a loader may draw apart, by their numbers, and that are one record or share a part of
-# it.
+# Samples that a loader may draw independently, and that are one record or share a part of it.
 #
-# Such a record contributes more often than epsilon states: a Subset with a sample ten times, a data
-# set joined with itself, one tensor expanded to many samples, overlapping windows of a series.
+# Such a record contributes more often than epsilon states. Examples are a Subset with a sample ten
+# times, a data set joined with itself, one tensor expanded to many samples, and overlapping windows.
 
 
 _HOW = {
@@ -343,20 +342,20 @@ _FIX = {
 
 
 def check_copies(loader: DataLoader, choice: SamplerKind | None, unit: Tensor | None) -> None:
-    """Raise an error if a record is in several samples that may be drawn apart.
+    """Raises an error if a record is in several samples that may be drawn independently.
 
-    Formal guarantee: none of the samples that torch's data sets, tensors, arrays and lists hold shares
-    memory with another unit's (`sample_memory.shared`). Of a data set of the user's own, four samples
-    are read and compared, unless its workers are the first to read it or a sampler of the user's own
-    draws, whose keys are not known.
+    Formal guarantee: no sample of torch's data sets, tensors, arrays and lists shares memory with a
+    sample of another unit (`sample_memory.shared`). Of a user's own data set, four samples are read and
+    compared. They are not if its workers are the first to read it, or if a user's sampler draws, whose
+    keys are unknown.
 
     Args:
-        choice: of the samples to draw; None if the loader's own sampler draws.
-        unit: of each sample, -1 for those that are not drawn: what shares memory must be one unit's.
-            None if samples are drawn one by one.
+        choice: choice of the samples to draw. None: the loader's own sampler draws.
+        unit: int64, unit of each sample, -1 for those that are not drawn. Samples that share memory must
+            belong to one unit. None: single samples are drawn.
 
     Raises:
-        ArgumentError: naming two of them.
+        ArgumentError: samples share memory. It names two of them.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
@@ -367,13 +366,13 @@ def check_copies(loader: DataLoader, choice: SamplerKind | None, unit: Tensor | 
     home = unwatched(sampler).__module__.split(".")[0]
     unknown = choice is None and home not in ("torch", "fastclip", "opacus")
     drawn = everything if drawn is None else drawn
-    owner = everything if unit is None else unit.numpy()
-    found = shared(list(leaves_of(dataset, drawn, drawn)), owner)
-    # workers may be the first to open a file, which does not survive being opened before the fork, and
-    # a sampler of the user's own may draw other keys than numbers
+    unit_of = everything if unit is None else unit.numpy()
+    found = shared(list(leaves_of(dataset, drawn, drawn)), unit_of)
+    # A file must not be opened before workers are forked, and a user's sampler may draw other keys
+    # than numbers.
     asked = choice is not None or not (unknown or loader.num_workers)
     if found is None and asked and reads_by_itself(dataset):
-        found = _as_read(dataset, drawn, owner)
+        found = _as_read(dataset, drawn, unit_of)
     if found is not None:
         by = type(sampler).__name__ if unknown else None
         said = _said(type(dataset).__name__, found, by, unit is not None)
@@ -396,23 +395,23 @@ def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
     return f"S{pair[1:]} {how}. {_FIX[found.how]}"
 
 
-def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | None:
-    """Of some samples that are read, all of which are held: memory that is free again is nobody's."""
+def _as_read(dataset: Any, drawn: np.ndarray, unit_of: np.ndarray) -> Shared | None:
+    """Reads and compares some samples. All are kept, because freed memory may be used again."""
     few = (
         np.unique(drawn[[0, min(1, len(drawn) - 1), len(drawn) // 2, -1]]) if len(drawn) else drawn
     )
     items: list[Any] = []
-    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+    with generators_restored(), suppress(Exception):  # the loader reports unreadable samples
         for sample in few.tolist():
             items.append(dataset[sample])
     read = few[: len(items)]
-    return shared(list(leaves_of_items(items, read, "numbers", read)), owner)
+    return shared(list(leaves_of_items(items, read, "numbers", read)), unit_of)
 
 
 def _drawn(
     loader: DataLoader, choice: SamplerKind | None, unit: Tensor | None
 ) -> np.ndarray | None:
-    """Numbers of the samples that may be drawn, int64; None: all."""
+    """Returns the numbers of the samples that may be drawn, int64. None: all."""
     if unit is not None:
         return (unit >= 0).nonzero().reshape(-1).numpy()
     if choice is None:
@@ -433,11 +432,12 @@ def _drawn(
 
 
 class Mixed(ConcatDataset[Any]):
-    """Samples, and behind them the canaries that are in.
+    """Samples, followed by the canaries that are included.
 
     Args:
-        data_set: the samples. canaries: those whose coins say so.
-        coins: the name of all coins, which nothing else bears; copies of the data set keep it.
+        data_set: the samples.
+        canaries: the canaries that their coins include.
+        coins: unique name of all coins, which copies of the data set keep.
     """
 
     def __init__(self, data_set: Dataset[Any], canaries: Dataset[Any], coins: str) -> None:
@@ -447,20 +447,20 @@ class Mixed(ConcatDataset[Any]):
 
 @dataclass(frozen=True)
 class Canaries:
-    """Those of the data set that a loader draws from."""
+    """The canaries in the data set that a loader draws from."""
 
     coins: str
-    """As of Mixed."""
+    """Name of all coins, as in `Mixed`."""
     drawn: bool
-    """Each may be drawn, and as a unit of its own."""
+    """Whether each may be drawn, as a unit of its own."""
 
 
 def canaries_of(data_set: Any, choice: SamplerKind | None, unit: Tensor | None) -> Canaries | None:
-    """None for a data set without any, or one that was made from a mixed one (a subset, a transform).
+    """Returns the canaries of a `Mixed` data set. None for others, such as a subset of a mixed one.
 
     Args:
-        choice: of the samples to draw; None where the loader's own sampler draws.
-        unit: of each sample, -1 for those that are not drawn; None where samples are drawn one by one.
+        choice: choice of the samples to draw. None: the loader's own sampler draws.
+        unit: int64, unit of each sample, -1 for those not drawn. None: single samples are drawn.
     """
     if not isinstance(data_set, Mixed):
         return None

@@ -47,11 +47,11 @@ def test_whose_the_rows_are() -> None:
 
 def test_the_units_of_a_part() -> None:
     drawn = batch([2, 1, 3])
-    found = drawn.rows_of(range(2, 6))
+    found = drawn.samples_of(range(2, 6))
     assert found is not None
     assert (found.owner.tolist(), found.count, found.largest) == ([0, 1, 1, 1], 2, 3)
-    assert drawn.rows_of(range(1, 3)) is None
-    assert drawn.rows_of(range(3, 5)) is None
+    assert drawn.samples_of(range(1, 3)) is None
+    assert drawn.samples_of(range(3, 5)) is None
 
 
 class Optimizer:
