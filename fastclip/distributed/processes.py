@@ -1,7 +1,7 @@
-"""Which processes train a model: one, or ranks (DistributedDataParallel, FSDP2); others are refused.
+"""Checks of the processes that train a model, which are one or ranks (DistributedDataParallel, FSDP2).
 
-Processes that know nothing of each other would each clip their own samples, add their own noise and step
-their own copy of the weights: the copies drift apart, and each is accounted for as if it were alone.
+Processes that do not know each other would each clip their own samples, add their own noise and step
+their own copy of the weights. The copies would diverge, and each would record only its own privacy cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRAP = (
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Without torch.compile's wrapper (known by name: dynamo need not be imported)."""
+    """Removes torch.compile's wrapper, known by its name, so dynamo need not be imported."""
     while is_compiled(model):
         model = model._orig_mod  # type: ignore[assignment]
     return model
@@ -40,16 +40,16 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel (torch's or Opacus') wraps; itself without one."""
+    """Returns the model that DistributedDataParallel (torch's or Opacus') wraps, or the model."""
     return model.module if isinstance(model, (DDP, DPDDP)) else model  # type: ignore[return-value]
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The ranks that train a model that is wrapped for them; None where it is trained in one process.
+    """Returns the ranks that train a wrapped model. None: it is trained in one process.
 
     Raises:
-        UnsupportedLayerError, GraphError: for other ways to train in several processes, naming the
-            part and the way out. Nothing is changed.
+        UnsupportedLayerError, GraphError: several processes train in an unsupported way. It names the
+            part and the suggested fix. Nothing is changed.
     """
     if isinstance(inner := uncompiled(model), FSDPModule):
         model = inner
@@ -61,16 +61,16 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def ranks_of_opacus(model: nn.Module) -> Ranks | None:
-    """The ranks that train a model together in one of Opacus' modes, whose optimizers send the sums.
+    """Returns the ranks that train a model in one of Opacus' modes, whose optimizers send the sums.
 
     Raises:
-        GraphError: several processes, and none of Opacus' wrappers around the model.
+        GraphError: there are several processes, and none of Opacus' wrappers around the model.
         UnsupportedLayerError: as `check_shards`.
     """
     sharded = isinstance(model, FSDPModule)
     if not sharded and not isinstance(model, (DDP, DPDDP)):
-        spread = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
-        if not spread:
+        parallel = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
+        if not parallel:
             check_processes(None)
         return None
     if distributed.get_world_size() == 1:
@@ -81,7 +81,11 @@ def ranks_of_opacus(model: nn.Module) -> Ranks | None:
 
 
 def check_who_writes(ranks: Ranks | None, call: str) -> None:
-    """Raises: ArgumentError: several processes, and no ranks that are known to train together."""
+    """Checks that it is known which rank writes.
+
+    Raises:
+        ArgumentError: there are several processes, and no ranks that are known to train together.
+    """
     if ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
         return
     if (world := distributed.get_world_size()) > 1:
@@ -92,18 +96,18 @@ def check_who_writes(ranks: Ranks | None, call: str) -> None:
         )
 
 
-def refuse(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """As an ExitStack calls it: after an error this process cannot train, and nobody waits for it."""
+def report(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Reports an error to the other ranks, which do not wait for this one then. For an ExitStack."""
     if ranks is not None and isinstance(error, Exception):
-        ranks.refuse(error)
+        ranks.report(error)
 
 
 @contextmanager
-def told_to_ranks(model: Any) -> Iterator[None]:
-    """An error inside, before this process has asked for its ranks, ends make_private on all of them.
+def reported_to_ranks(model: Any) -> Iterator[None]:
+    """Ends make_private on all ranks after an error inside, before this process has asked for its ranks.
 
-    They wait for each other when their arguments are compared: one that had left without a word would
-    be waited for, or met in the middle of something else.
+    Ranks wait for each other when their arguments are compared. One that left silently would be waited
+    for, or met in the middle of another exchange.
     """
     try:
         yield
@@ -117,17 +121,17 @@ def told_to_ranks(model: Any) -> Iterator[None]:
             with suppress(FastclipError):
                 ranks = ranks_of(model)
         if ranks is not None:
-            with whole(ranks):  # as ranks that go on
+            with whole(ranks):  # the other ranks continue with this exchange
                 pass
-            ranks.refuse(error)
+            ranks.report(error)
         raise
 
 
 def check_set_up(model: nn.Module) -> None:
-    """Refuse several processes in a way that is not followed: a part wrapped, sharded, no wrapper.
+    """Checks that a model is wrapped or sharded as a whole if several processes train it.
 
     Raises:
-        UnsupportedLayerError, GraphError: naming the part and the way out.
+        UnsupportedLayerError, GraphError: it is not. It names the part and the suggested fix.
     """
     for path, module in model.named_modules():
         where = f"{path or 'The model'} ({type(module).__name__})"
@@ -165,10 +169,10 @@ def check_set_up(model: nn.Module) -> None:
     if isinstance(model, FSDPModule):
         check_shards(model)
         return
-    spread = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    if spread:
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if sharded:
         raise UnsupportedLayerError(
-            f"Parameters {spread} are sharded in another way than by fully_shard (tensor or pipeline "
+            f"Parameters {sharded} are sharded in another way than by fully_shard (tensor or pipeline "
             f"parallelism), which is unsupported{_WRAP}",
             doc="sharded-models",
         )
@@ -177,14 +181,14 @@ def check_set_up(model: nn.Module) -> None:
 
 
 def check_shards(model: nn.Module, *, follows: bool = True) -> None:
-    """Every trained parameter is spread by fully_shard alone, over all processes, on their device.
+    """Checks that fully_shard alone shards every trained parameter, over all processes, on its device.
 
     Args:
-        follows: as of `Ranks`. Opacus' code may keep parameters on another device, and takes no
-            replicas of a shard: each would get noise of its own.
+        follows: as in `Ranks`. Opacus' code may keep parameters on another device. It supports no
+            replicas of a shard, because each would get noise of its own.
 
     Raises:
-        UnsupportedLayerError: naming the parameter and the way out.
+        UnsupportedLayerError: a parameter is sharded otherwise. It names it and the suggested fix.
     """
     world = distributed.get_world_size()
     for name, p in model.named_parameters():
@@ -225,7 +229,7 @@ def check_shards(model: nn.Module, *, follows: bool = True) -> None:
 
 
 def check_not_replicated() -> NoReturn:
-    """Called where nn.DataParallel copies a private model to another device."""
+    """Raises the error for nn.DataParallel, which copies a private model to another device."""
     raise GraphError(
         "nn.DataParallel would copy the private model to several devices, and the gradients of copies "
         "are not clipped. Train the private model itself, on one device.",
@@ -234,10 +238,10 @@ def check_not_replicated() -> NoReturn:
 
 
 def hold_back(ranks: Ranks | None) -> None:
-    """DistributedDataParallel reduces nothing while its model is private.
+    """Stops DistributedDataParallel from reducing gradients while its model is private.
 
-    Its reducer would wait for gradients that never come, or send what nobody has clipped; buffers
-    that it sends in a forward pass would meet another rank in the middle of something else.
+    Its reducer would wait for gradients that never come, or send unclipped ones. Buffers that it sends
+    in a forward pass would meet another rank in the middle of another exchange.
     """
     if ranks is not None and isinstance(ranks.wrapper, DDP):
         ranks.wrapper.require_backward_grad_sync = False
@@ -245,19 +249,19 @@ def hold_back(ranks: Ranks | None) -> None:
 
 
 def reduce_again(model: nn.Module) -> None:
-    """The model is ordinary again."""
+    """Lets DistributedDataParallel reduce gradients of a model that is non-private again."""
     if isinstance(model, DDP):
         model.require_backward_grad_sync = True
         model.require_forward_param_sync = True
 
 
 def check_processes(ranks: Ranks | None) -> None:
-    """Refuse to run where other processes train along than those that are known.
+    """Checks that no other processes than the known ones train along.
 
-    Asks nothing but torch.distributed's state.
+    It reads only the state of torch.distributed.
 
     Raises:
-        GraphError: with the way out.
+        GraphError: other processes do, with the suggested fix.
     """
     wrapper = running_ddp()
     if wrapper is not None and (ranks is None or wrapper is not ranks.wrapper):
