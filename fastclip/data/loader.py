@@ -147,7 +147,7 @@ class _Watched:
         check: Callable[[], None],
     ) -> None:  # fmt: skip
         check_not_sharded(reading())
-        self._rows, self._draws, self._check = samples, draws, check
+        self._sampled, self._draws, self._check = samples, draws, check
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration(stream=draws.stream)
         self.released_by: list[Any] = []
@@ -165,7 +165,7 @@ class _Watched:
             filling.left -= 1
             return []
         try:
-            drawn = next(self._rows)
+            drawn = next(self._sampled)
         except StopIteration:
             self._draws.exhausted(self._iteration)
             raise
@@ -176,7 +176,7 @@ class _Watched:
                 raise ArgumentError(REORDERED.format(name=name), doc="privacy-units")
             units.most = most_samples(reading())
         # another model may use the same loader, and both hear of one batch
-        self.released_by = self._rows.released_by if isinstance(self._rows, _Watched) else []
+        self.released_by = self._sampled.released_by if isinstance(self._sampled, _Watched) else []
         at_once = self._draws.at_once or count != len(drawn)
         self._draws.drawn(self._iteration, count, units, self.released_by, at_once=at_once)
         if filling is not None:
@@ -361,7 +361,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         steps: batches in one pass.
         generator: generator to draw from. None: a stream seeded from torch's global generator at the
             first batch.
-        rows: int64 [n], numbers of the samples. None: 0 to n - 1.
+        samples: int64 [n], numbers of the samples. None: 0 to n - 1.
         rates: float64 [n], probabilities instead of q.
         max_batch_size: a larger batch is cut to a uniformly random subset of this size.
         secure: draws from cryptographic randomness.
@@ -370,7 +370,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     q, up to float rounding of 2^-77. In secure mode q is rounded down to 64 bits.
     """
 
-    _rows: Tensor | None = None
+    _samples: Tensor | None = None
     _rates: Tensor | None = None
     max_batch_size: int | None = None
     secure = False
@@ -378,22 +378,22 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __init__(
         self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None,
-        rows: Tensor | None = None, rates: Tensor | None = None,
+        samples: Tensor | None = None, rates: Tensor | None = None,
         max_batch_size: int | None = None, secure: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps
         )
-        self._rows = None if rows is None else rows.clone()
+        self._samples = None if samples is None else samples.clone()
         self._rates = None if rates is None else rates.clone()
         self.max_batch_size, self.secure = max_batch_size, secure
         self.shared = False
         """Whether other ranks draw the other samples."""
 
     @property
-    def rows(self) -> Tensor | None:
+    def samples(self) -> Tensor | None:
         """A copy of the numbers of the samples, int64 [n]. None: 0 to n - 1."""
-        return None if self._rows is None else self._rows.clone()
+        return None if self._samples is None else self._samples.clone()
 
     @property
     def rates(self) -> Tensor | None:
@@ -403,7 +403,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
             drawn = self.draw()
-            yield (drawn if self._rows is None else self._rows[drawn]).tolist()
+            yield (drawn if self._samples is None else self._samples[drawn]).tolist()
 
     def draw_separately(self, number: int = 0) -> None:
         """Draws from a stream of its own from now on, seeded from the generator at the next batch.

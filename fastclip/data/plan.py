@@ -172,12 +172,12 @@ class SamplingPlan:
         """Number of a sample that may be drawn."""
         if self.unit is not None:
             return int((self.unit >= 0).nonzero()[0])
-        samples = None if self.choice is None else self.choice.rows
+        samples = None if self.choice is None else self.choice.samples
         return 0 if samples is None else int(samples[0])
 
     def some_samples(self) -> list[int]:
         """Numbers of a few samples that may be drawn."""
-        samples = None if self.choice is None else self.choice.rows
+        samples = None if self.choice is None else self.choice.samples
         if self.unit is not None:
             samples = (self.unit >= 0).nonzero().reshape(-1)
         n = self.design.units if samples is None else len(samples)
@@ -186,7 +186,7 @@ class SamplingPlan:
 
     def described(self) -> dict[str, str]:
         """Describes the samples and their units, which must be the same on all ranks."""
-        samples = None if self.choice is None else self.choice.rows
+        samples = None if self.choice is None else self.choice.samples
         return {
             "samples that may be drawn, in one order": digest([] if samples is None else [samples]),
             "unit_ids": digest([] if self.unit is None else [self.unit]),
@@ -224,12 +224,12 @@ class SamplingPlan:
                 f"Rank {ranks.number} of {ranks.count} has no unit to draw. Start fewer ranks.",
                 doc="several-processes",
             )
-        samples = choice.rows
+        samples = choice.samples
         if samples is None:
             samples = torch.arange(design.units, dtype=torch.int64, device="cpu")
         rates = None if design.rates is None else ranks.share(design.rates)
         return replace(
-            self, choice=replace(choice, rows=ranks.share(samples), rates=rates), ranks=ranks
+            self, choice=replace(choice, samples=ranks.share(samples), rates=rates), ranks=ranks
         )
 
     def _units(self) -> Tensor:
@@ -237,7 +237,7 @@ class SamplingPlan:
         assert self.choice is not None
         if self.unit is not None:
             return self.unit
-        samples = self.choice.rows
+        samples = self.choice.samples
         n = self.design.units if samples is None else len(samples)
         own = torch.arange(n, dtype=torch.int64, device="cpu")
         if samples is None:
@@ -268,9 +268,9 @@ class SamplingPlan:
                 reduction=design.unit_reduction or "mean", **shared,
             )  # fmt: skip
         else:
-            samples = choice.rows
+            samples = choice.samples
             n = design.units if self.ranks is None or samples is None else len(samples)
-            sampler = PoissonSampler(num_samples=n, rows=samples, rates=rates, **shared)
+            sampler = PoissonSampler(num_samples=n, samples=samples, rates=rates, **shared)
             sampler.shared = self.ranks is not None
         sampler.draw_separately(number)
         return sampler
@@ -291,12 +291,12 @@ def plan_sampling(
         weighted = _weighted(data_loader, request, choice, secure)
         return SamplingPlan(weighted, choice, views=request.views)
     unit = None
-    n = samples = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
+    n = samples = len(data_loader.dataset) if choice.samples is None else len(choice.samples)  # type: ignore[arg-type]
     if request.unit_ids is not None:
         unit = unit_numbers(request.unit_ids, data_loader.dataset)
-        if choice.rows is not None:
+        if choice.samples is not None:
             kept = torch.full_like(unit, -1)
-            kept[choice.rows] = unit[choice.rows]
+            kept[choice.samples] = unit[choice.samples]
             unit = kept
         n = len(samples_by_unit(unit)[1])
     steps, rate = len(data_loader), choice.rate

@@ -96,7 +96,7 @@ class SamplerKind:
 
     a_pass: int
     """Mean number of samples in one pass over the data."""
-    rows: Tensor | None = None
+    samples: Tensor | None = None
     """Numbers of the samples that may be drawn, int64. None: all."""
     weights: Tensor | None = None
     """Weights of the samples, float64 [n]. Rates are proportional to them."""
@@ -208,7 +208,7 @@ def _as_before(sampler: Any, samples: int) -> SamplerKind:
             "you gave to make_private.",
             doc="several-processes",
         )
-    chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
+    chosen, rates = getattr(sampler, "samples", None), getattr(sampler, "rates", None)
     a_pass = getattr(sampler, "total_size", sampler.num_samples)
     if a_pass != (samples if chosen is None else len(chosen)):
         raise ArgumentError(
@@ -419,12 +419,12 @@ def _drawn(
         if unwatched(sampler) in SUBSETS:
             samples = numbers(sampler.indices)
             return None if samples is None else samples % len(loader.dataset)  # type: ignore[arg-type]
-        drawn = sampler.rows if isinstance(sampler, PoissonSampler) else None
+        drawn = sampler.samples if isinstance(sampler, PoissonSampler) else None
         return None if drawn is None else drawn.numpy()
     weights = choice.weights if choice.rates is None else choice.rates
     if weights is not None:
         return (weights > 0).nonzero().reshape(-1).numpy()
-    return None if choice.rows is None else choice.rows.numpy()
+    return None if choice.samples is None else choice.samples.numpy()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def canaries_of(data_set: Any, choice: SamplerKind | None, unit: Tensor | None) 
         weights = choice.weights if choice.rates is None else choice.rates
         if weights is not None:
             may = weights > 0
-        elif choice.rows is not None:
-            may.zero_()[choice.rows] = True
+        elif choice.samples is not None:
+            may.zero_()[choice.samples] = True
     first = len(data_set.datasets[0])  # type: ignore[arg-type]
     return Canaries(data_set.coins, bool(may[first:].all()))

@@ -112,7 +112,7 @@ def test_weights_are_those_of_another_loader_no_more() -> None:
     assert sum(train((second, *made))) < 2 * N
 
 
-@pytest.mark.parametrize("name", ["_rows", "_rates"])
+@pytest.mark.parametrize("name", ["_samples", "_rates"])
 def test_rows_cannot_be_put_in_the_place_of_the_drawn_ones(name: str) -> None:
     run = start()
     sampler = run[-1].batch_sampler
