@@ -199,7 +199,7 @@ class PassedOver:
             self._batches = [b for b in self._batches if b.draw.iteration is before]
             self.add(left)
 
-    def beside(self, out: list[PhysicalBatch], batch: PhysicalBatch) -> list[PhysicalBatch]:
+    def candidates(self, out: list[PhysicalBatch], batch: PhysicalBatch) -> list[PhysicalBatch]:
         """Returns all batches that a backward pass over `batch` may use, if `out` are out."""
         if len(out) == 1:  # used as soon as handed out, so a pass without a use is over
             now = batch.draw.iteration
@@ -476,7 +476,7 @@ class SampledBatches:
         if batch is None or batch.draw.units is None:
             return None, None
         again = batch.number is not None and batch in self._used
-        others = self._passed.beside(self._out(), batch)
+        others = self._passed.candidates(self._out(), batch)
         found = unit_samples(
             batch, others, samples, self.physical_samples, again=again, views=views
         )
