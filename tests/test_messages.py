@@ -203,7 +203,7 @@ def test_a_released_step_may_be_followed_by_the_inner_one() -> None:
 
 def test_the_loader_that_was_given_to_make_private() -> None:
     _, _, plain, model, optimizer, _ = start()
-    sentence = "^a backward pass came without a batch of the data loader that make_private returned"
+    sentence = "^A backward pass came without a batch of the data loader that make_private returned"
     with pytest.raises(RuntimeError, match=sentence):
         epoch(model, optimizer, plain)
 
@@ -218,11 +218,11 @@ def test_what_has_no_length() -> None:
             return iter(range(N))
 
     loaders = (
-        (True, DataLoader(Stream(), B), "or poisson_sampling=False, which takes a stream$"),
+        (True, DataLoader(Stream(), B), r"or poisson_sampling=False\. See errors\.html#sampling$"),
         (
             False,
             DataLoader([(torch.zeros(D), 0)] * N, B, sampler=Order()),  # type: ignore[arg-type]
-            r"got a data set or sampler without one \(list\); give it a __len__$",
+            r"data set or sampler without one \(list\)\. Give it a __len__\. See errors.html#sampling$",
         ),
     )
     for poisson_sampling, loader, sentence in loaders:

@@ -130,7 +130,7 @@ def test_rows_of_a_step_that_were_left_out_are_refused() -> None:
     *_, private, _, loader = start()
     for _, x in loader:
         if len(x) > 1:
-            with refused("whose they are"):
+            with refused("samples that the loader drew of its units, each once and in order"):
                 losses(private(x[1:])).mean().backward()
             break
 

@@ -221,7 +221,7 @@ def test_views_of_a_collate_function(collate: Any, workers: int) -> None:
 
 @pytest.mark.parametrize("collate", [views_apart, apart_by_numpy])
 def test_a_collate_function_that_lays_them_out_otherwise(collate: Any) -> None:
-    with refused("views=2.*next to", BatchSizeError):
+    with refused("views=2.*adjacent", BatchSizeError):
         *_, loader = start(2, collate_fn=collate, sample_rate=1.0, expected_batch_size=N)
         next(iter(loader))
 
@@ -329,8 +329,8 @@ def test_packed_sequences() -> None:
 @pytest.mark.parametrize(
     ("rows_of", "said"),
     [
-        (lambda x: x, "views=3 expects 3 rows for each"),
-        (lambda x: x.repeat_interleave(2, 0), "views=3 expects 3 rows for each"),
+        (lambda x: x, "views=3 expects 3 views of each"),
+        (lambda x: x.repeat_interleave(2, 0), "views=3 expects 3 views of each"),
         (lambda x: x.repeat_interleave(3, 0)[:-1], "no multiple"),
         (lambda x: x.repeat_interleave(3, 0)[3:], "every view of every sample"),
         (lambda x: x.repeat_interleave(6, 0), "views=K"),

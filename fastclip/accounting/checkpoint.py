@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastclip.core.system import write_whole
-from fastclip.distributed.checkpoints import Kept, as_alone, is_spread, model_of, optimizer_alone
+from fastclip.distributed.checkpoints import Kept, as_alone, is_sharded, model_of, optimizer_alone
 from fastclip.distributed.processes import bare, uncompiled
 from fastclip.distributed.shards import let_go
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
@@ -50,7 +50,7 @@ def save_checkpoint(
     """`FastPrivacyEngine.save_checkpoint`; `writes`: this process writes what all ranks have."""
     module = model_of(module)
     model, options = as_alone(module), dict(module_state_dict_kwargs or {})
-    if is_spread(module):
+    if is_sharded(module):
         model, options = Kept(model, writes, **options), {}
         if optimizer is not None:
             optimizer = Kept(optimizer_alone(optimizer), writes)

@@ -1,1 +1,1 @@
-"""Which samples a step may hold: sampling, loaders, draws."""
+"""Sampling of the batches that a step trains on, private data loaders and their checks."""

@@ -1,7 +1,7 @@
-"""The user's collate function, watched: samples apart, their order kept, batches without samples.
+"""Checks of the user's collate function, and the empty batches that it is used for.
 
-Where items hold tensors, every call is traced. What cannot be traced (arrays, text, numbers, values that
-leave torch) is compared by its values in the first batch of each kind, the second, fourth, and so on.
+If items hold tensors, every call is traced. Values that cannot be traced (arrays, text, numbers, values
+that leave torch) are compared in the first batch of each kind, then in the second, fourth, and so on.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from fastclip.ops.random import set_aside
 from fastclip.trace.findings import Cause
 
 _SPARE = 4
-"""Items that are kept for a batch of one, which has no other content to compare with."""
+"""Number of items kept for batches of one sample, which have no other content to compare with."""
 _SUSPECTED = 8
-"""So many batches of samples that are alike, of items that are not, are compared before they are
-normal."""
+"""Number of batches compared in which samples are equal and their items are not."""
 _UNDECIDED = 16
-"""So many batches that show nothing are compared before they are normal."""
+"""Number of batches compared that show nothing."""
 
 
 class Checks:
-    """A collate function of ours, which has its batches checked where they need to be."""
+    """A collate function of fastclip that checks its batches."""
 
 
 class CheckedCollate(Checks):
     """Calls a collate function, and raises an error for a batch in which samples are repeated or mixed.
 
-    Formal guarantee: of tensors that the trace follows, every entry of the batch follows from one sample
-    at most, every position of the batch axis holds one at most, and every sample has one position, the
-    same in all tensors of the batch. Of other values that was so in the batches that were compared.
+    Formal guarantee: in tensors that the trace follows, every entry of the batch depends on at most one
+    sample. Every position of the batch axis holds at most one sample. Every sample has one position, the
+    same in all tensors of the batch. For other values this held in the batches that were compared.
 
     Args:
-        collate: the user's function. batch_first: samples lie along axis 0; else along axis 0 or 1.
+        collate: the user's function.
+        batch_first: samples lie along axis 0. If False, along axis 0 or 1.
         ordered: sample i must be at position i.
-        views: so many adjacent positions may hold each sample.
+        views: number of adjacent positions that may hold each sample.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class CheckedCollate(Checks):
         return getattr(self.collate, name)
 
     def __call__(self, items: Any) -> Any:
-        """The batch.
+        """Returns the batch.
 
         Raises:
-            BatchSizeError: it repeats or mixes samples.
+            BatchSizeError: the batch repeats or mixes samples.
         """
         if not isinstance(items, list) or not items:
             return self.collate(items)
@@ -140,7 +140,7 @@ class CheckedCollate(Checks):
     # The trace
 
     def _traced(self, items: list[Any], law: Law) -> tuple[Any, Node, bool]:
-        """The batch, its leaves, and whether all of them were followed."""
+        """Returns the batch, its leaves, and whether the trace followed all of them."""
         trace = self._trace = self._trace or CollateTrace()
         try:
             batch = trace.call(self.collate, items)
@@ -165,7 +165,7 @@ class CheckedCollate(Checks):
     # By values
 
     def _is_due(self, root: Node, items: list[Any], law: Law) -> bool:
-        """Whether a batch is compared: the first, second, fourth ... of its kind."""
+        """Whether a batch is compared, as the first, second, fourth ... of its kind are."""
         kind = tuple((leaf.path, *_kind(leaf, len(items))) for leaf in leaves(root))
         alike = repeated_samples(root, law)
         suspected = alike > 0 and alike > alike_items(items)
@@ -181,7 +181,7 @@ class CheckedCollate(Checks):
             probe = Probe(self.collate, items, self._spare, law, random, before or after)
             try:
                 fault = probe.fault()
-            except Exception:  # of items that do not exist
+            except Exception:  # the changed items may be impossible ones
                 fault = None
             finally:
                 after()
@@ -204,40 +204,45 @@ class CheckedCollate(Checks):
         if fault.kind == "repeats":
             return BatchSizeError(
                 f"{name} repeats {one} of its batch{at}{where}, so it contributes more often than "
-                "epsilon states. Return each sample at one position of the batch axis"
+                "epsilon states. Return each sample at one position of the batch axis.",
+                doc="data-order",
             )
         if fault.kind == "views":
             return BatchSizeError(
-                f"{name} lays out views of several samples{at}{where} where views={self.views} expects "
-                "those of one, so they would be clipped as one. Put the views of each sample next to "
-                "each other, as torch.stack(views, 1).flatten(0, 1) does"
+                f"{name} puts views of several samples{at}{where} where views={self.views} expects "
+                "those of one, so they would be clipped as one. Keep the views of each sample "
+                "adjacent, as torch.stack(views, 1).flatten(0, 1) does.",
+                doc="data-order",
             )
         if fault.kind == "mixes":
             return BatchSizeError(
                 f"{name} mixes samples{f' {which}' if which else ''} of its batch{at}{where}, so "
-                "clipping does not bound what each contributes. Let each position of the batch axis "
-                "hold one sample"
+                "clipping does not bound what each contributes. Return one sample at each position of "
+                "the batch axis.",
+                doc="data-order",
             )
         if fault.kind == "axis":
             return BatchSizeError(
                 f"{name} mixes samples along axis 0{at}, and they lie along axis 1. Put them along "
-                "axis 0 (batch_first=True), or pass batch_first=False to make_private"
+                "axis 0, or pass batch_first=False to make_private."
             )
         if fault.kind == "order":
             return BatchSizeError(
-                f"{name} changes the order of samples{at}{where}, which says with unit_ids whose each "
-                "is. Keep the order of rows"
+                f"{name} changes the order of samples{at}{where}, and unit_ids identifies the unit of "
+                "each sample by its position. Keep the order of the samples.",
+                doc="privacy-units",
             )
         return BatchSizeError(
-            f"{name} draws random numbers that cannot be repeated, so whether it repeats samples or "
-            "mixes samples is not known. Draw them in the data set, or from torch's global generator"
+            f"{name} draws random numbers that cannot be repeated, so fastclip cannot check whether it "
+            "repeats or mixes samples. Draw them in the data set, or from torch's global generator.",
+            doc="data-order",
         )
 
 
 def checked_collate(
     collate: Any, *, batch_first: bool = True, ordered: bool = False, views: int = 1
 ) -> Any:
-    """A collate function that checks its batches; one that is known, or that does, is unchanged."""
+    """Wraps a collate function to check its batches. One that needs no check is unchanged."""
     own = without_empty(collate)
     if own is None or own is default_collate or isinstance(own, Checks):
         return collate
@@ -250,7 +255,7 @@ def plain_collate(collate: Any) -> Any:
 
 
 def check_collate(loader: DataLoader, *, batch_first: bool = True) -> None:
-    """Let the collate function of a loader whose own sampler draws check its batches."""
+    """Makes the collate function of a loader check its batches, if the loader's own sampler draws."""
     if getattr(loader, "batch_sampler", None) is None or asks_at_once(loader):
         return  # an item is not one sample
     object.__setattr__(
@@ -259,7 +264,7 @@ def check_collate(loader: DataLoader, *, batch_first: bool = True) -> None:
 
 
 def _of_several() -> bool:
-    """Whether the data set was asked for several samples by one key, so that an item is not one."""
+    """Whether the data set was asked for several samples by one key. An item is not one sample then."""
     _, keys = fetch_calls.innermost() or (None, None)
     several = (list, slice, range, set, frozenset, np.ndarray, Tensor)
     return isinstance(keys, (list, tuple)) and any(
@@ -268,7 +273,7 @@ def _of_several() -> bool:
 
 
 def _kind(leaf: Leaf, items: int) -> tuple[Any, ...]:
-    """What makes a batch another kind."""
+    """The kind of a leaf: its type, number of axes, and whether it has fewer or more entries."""
     kind = leaf.value.dtype if isinstance(leaf.value, Tensor) else type(leaf.value)
     samples = leaf.shape[0] if leaf.shape else None
     return kind, len(leaf.shape), None if samples is None else (samples > items) - (samples < items)
@@ -285,7 +290,7 @@ def _named(collate: Any) -> str:
 
 
 def _of_the_trace(error: BaseException) -> bool:
-    """Whether an error passed through the tracer, which may have raised it."""
+    """Whether an error passed through the tracer. The tracer may have raised it."""
     trace = error.__traceback__
     while trace is not None:
         if f"{Path('fastclip') / 'trace'}" in trace.tb_frame.f_code.co_filename:
@@ -295,20 +300,19 @@ def _of_the_trace(error: BaseException) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Batches of draws without samples: what the collate function makes, with none in it.
+# Empty batches, in the form that the collate function gives to others.
 #
-# Opacus' collator does so for tensors in dicts, lists and tuples, and fails on the rest when the
-# first empty draw comes, which may be hours later. This one knows from the beginning what it can
-# make.
+# Opacus' collator makes them for tensors in dicts, lists and tuples. It fails on the rest when the
+# first empty batch comes, which may be hours later. This one finds out at the beginning.
 
 
 _CANNOT = (
-    "collate_fn makes batches of which none without rows can be made ({what}), and Poisson sampling "
-    "draws empty ones at times: let collate_fn take an empty list and return a batch without rows, or "
-    "let it make tensors, arrays, plain values, or dicts, lists, tuples and dataclasses of these"
+    "collate_fn makes batches that cannot be made without samples ({what}), and Poisson sampling draws "
+    "empty ones at times. Let collate_fn accept an empty list, or return tensors, arrays, plain values "
+    "and containers of these."
 )
 _MANY = 24.0
-"""Where so many samples are drawn on average, none is with a probability of at most exp(-24)."""
+"""Expected batch size above which an empty batch has a probability of at most exp(-24)."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
@@ -316,16 +320,16 @@ class EmptyBatches(Checks):
     """Opacus' collator of a Poisson loader (CollateFnWithEmpty), for more than tensors.
 
     Samples lie along the batch axis of tensors, along the first axis of arrays, and in lists that are as
-    long as the batch. Without samples these are empty; a placeholder sample (rand_on_empty) is made
-    of ones: it is neither random, for a length or a divisor of 0 makes a model fail, nor a copy of
-    a sample, which would train where a loop of its own takes it for a batch that was drawn.
+    long as the batch. In an empty batch these are empty. A placeholder sample (rand_on_empty) consists
+    of ones. Random values may be a length or divisor of 0, on which a model fails. A copy of a sample
+    would be trained on if the user's own loop takes it for a sampled batch.
 
     Args:
-        collate: the user's function; None for the list of samples.
-        batch_first: samples lie along the first axis of tensors; else along the second.
-        rand_on_empty: an empty draw is a placeholder sample.
+        collate: the user's function. None returns the list of samples.
+        batch_first: samples lie along the first axis of tensors. If False, along the second.
+        rand_on_empty: an empty batch holds a placeholder sample.
         ordered: sample i of a batch must be the i-th drawn.
-        views: samples that the user's function may make of each sample.
+        views: number of views that the user's function may make of each sample.
     """
 
     def __init__(
@@ -340,14 +344,14 @@ class EmptyBatches(Checks):
         self.views = views
         self.first_batch: Any = None
         self.known = False
-        self.refusal: str | None = None
-        """Why no empty batch can be made."""
+        self.impossible: str | None = None
+        """Message that says why no empty batch can be made."""
 
     def __call__(self, batch: list[Any]) -> Any:
-        """Collated samples.
+        """Collates samples.
 
         Raises:
-            ArgumentError: there are none, and no such batch can be made.
+            ArgumentError: there are no samples, and no empty batch can be made.
             BatchSizeError: as `CheckedCollate`.
         """
         if len(batch):
@@ -360,21 +364,21 @@ class EmptyBatches(Checks):
                 return self.collated([])
             except Exception as error:
                 what = "no sample has been read yet"
-                raise ArgumentError(_CANNOT.format(what=what)) from error
-        if self.refusal is not None:
-            raise ArgumentError(self.refusal)
+                raise ArgumentError(_CANNOT.format(what=what), doc="data-order") from error
+        if self.impossible is not None:
+            raise ArgumentError(self.impossible, doc="data-order")
         return copy.deepcopy(self.first_batch)
 
     def collated(self, samples: list[Any]) -> Any:
-        """What the user's collate function makes, of a sample that is tried."""
+        """Returns what the user's collate function makes of samples, without a check."""
         return self.wrapped_collator_fn(samples) if self.wrapped_collator_fn else samples
 
     def learn(self, batch: Any, samples: int, longer: Any = None) -> None:
-        """Keep an empty batch like this one, or why there is none.
+        """Keeps an empty batch like this one, or the reason why there is none.
 
         Args:
-            batch: of `samples` samples. longer: the same with one sample more, which tells lists of
-                samples from others; None: not known.
+            batch: of `samples` samples.
+            longer: the same with one sample more, which identifies lists of samples. None: not known.
         """
         self.known = True
         try:
@@ -384,7 +388,7 @@ class EmptyBatches(Checks):
                 self.first_batch = self.collated([])
             except Exception:  # it does not take an empty list
                 what = str(error) if isinstance(error, _CannotError) else type(batch).__name__
-                self.refusal = _CANNOT.format(what=what)
+                self.impossible = _CANNOT.format(what=what)
 
     def _empty(self, batch: Any, samples: int, longer: Any) -> Any:
         if isinstance(batch, PackedSequence):
@@ -406,20 +410,20 @@ class EmptyBatches(Checks):
         return _rebuilt(batch, longer, lambda part, other: self._empty(part, samples, other))
 
     def _placeholders(self, length: int, samples: int) -> int:
-        """Samples of an empty batch, where those of `samples` samples have this length."""
+        """Length of an empty batch, if a batch of `samples` samples has this length."""
         each = self.views if length == samples * self.views else 1
         return each if self.rand_on_empty else 0
 
 
 def draws_none(sampler: Any) -> bool:
-    """Whether a Poisson sampler may be expected to draw nothing in a training run."""
+    """Whether an empty batch is to be expected of a Poisson sampler in a training run."""
     rates = getattr(sampler, "rates", None)
     mean = sampler.num_samples * sampler.sample_rate if rates is None else float(rates.sum())
     return bool(mean < _MANY)
 
 
 class _CannotError(Exception):
-    """The name of a type of which nothing empty can be made."""
+    """Holds the name of a type of which no empty batch can be made."""
 
 
 def _of_rows(batch: Any, samples: int, longer: Any, views: int) -> bool:
@@ -432,7 +436,7 @@ def _of_rows(batch: Any, samples: int, longer: Any, views: int) -> bool:
 
 
 def _ones(sample: Any) -> Any:
-    """Something like a sample, of ones."""
+    """Returns a value like a sample, of ones."""
     if isinstance(sample, Tensor):
         return torch.ones_like(sample)
     if isinstance(sample, np.ndarray):
@@ -445,14 +449,14 @@ def _ones(sample: Any) -> Any:
 
 
 def _rebuilt(whole: Any, longer: Any, of_part: Callable[[Any, Any], Any]) -> Any:
-    """The same of other parts; a plain value, which is not of single samples, as it is.
+    """Rebuilds a container of other parts. A plain value, which belongs to no sample, is unchanged.
 
     Raises:
-        _CannotError: it is not known what its parts are.
+        _CannotError: the parts of this type are not known.
     """
 
     def other(get: Any) -> Any:
-        with suppress(Exception):  # `longer` is built otherwise
+        with suppress(Exception):  # `longer` has another structure
             return None if longer is None else get(longer)
         return None
 
@@ -476,42 +480,41 @@ def _rebuilt(whole: Any, longer: Any, of_part: Callable[[Any, Any], Any]) -> Any
 
 
 # -------------------------------------------------------------------------------------------------
-# Collate functions, tried before samples are drawn: whether they keep the order of samples, which tells
-# whose each of them is, and what an empty batch looks like.
+# Trials of a collate function before training: whether it keeps the order of samples, by which the unit
+# of each is identified, and what an empty batch looks like.
 
 
 _MOST = 16
-"""Samples that are looked at, spread over the data set."""
-_WAY_OUT = (
-    "; with unit_ids row i of a batch must be the i-th drawn, for its place says whose it is; pass a "
-    "collate_fn that keeps the order and draws no random numbers (let the data set's __getitem__ draw "
-    "them), and whose leaves are tensors, arrays or lists with the rows along their first axis"
+"""Number of samples that are tried, evenly spaced in the data set."""
+_KEEP_ORDER = (
+    ", and unit_ids identifies the unit of each by its position. Keep the order, draw no random numbers "
+    "there, and return tensors, arrays or lists with samples along axis 0."
 )
 
 _NAMES = (
     "poisson_sampling=True draws samples by their numbers, and the data set ({kind}) has no sample "
-    "{row}. If its keys are names, pass torch.utils.data.Subset(dataset, list_of_names)"
+    "{sample}. If its keys are names, pass torch.utils.data.Subset(dataset, list_of_names)."
 )
 _NONE = (
     "{kind}.__getitems__ of the data set raises an error for an empty list of numbers, which Poisson "
-    "sampling draws at times. Let it return an empty list"
+    "sampling draws at times. Let it return an empty list."
 )
 
 
 def check_sample_order(loader: DataLoader, samples: list[int], batch_first: bool = True) -> None:
-    """Refuse a collate function, or a data set's __getitems__, that may change the order of samples.
+    """Raises an error if a collate function, or `__getitems__`, may change the order of samples.
 
     A few samples are read and collated in three orders, with the same random numbers.
 
     Args:
-        samples: those that may be drawn.
-        batch_first: samples lie along axis 0; else along axis 0 or 1.
+        samples: numbers of those that may be drawn.
+        batch_first: samples lie along axis 0. If False, along axis 0 or 1.
 
     Raises:
-        ArgumentError: the batches are not the same samples in these orders, or it cannot be told.
+        ArgumentError: the batches are not the same samples in these orders, or this cannot be decided.
     """
     dataset, collate = loader.dataset, loader.collate_fn
-    while isinstance(collate, EmptyBatches):  # of a Poisson loader, around the user's own
+    while isinstance(collate, EmptyBatches):  # a Poisson loader's, around the user's function
         collate = collate.wrapped_collator_fn or list
     collate = plain_collate(without_empty(collate))
     if collate is default_collate and not _reads_at_once(dataset):
@@ -532,23 +535,26 @@ def check_sample_order(loader: DataLoader, samples: list[int], batch_first: bool
             read = _reader(dataset, chosen) if _reads_at_once(dataset) else read
             other = list(_leaves(collate(read(order))))
             if len(other) != len(plain):
-                raise ArgumentError(f"{name} gives rows in another order{_WAY_OUT}")
+                raise ArgumentError(
+                    f"{name} returns another structure for samples in another order{_KEEP_ORDER}",
+                    doc="privacy-units",
+                )
             moved += sum(
                 _follows(a, b, order, name, batch_first) for a, b in zip(plain, other, strict=True)
             )
         if not moved and n > 1:
             raise ArgumentError(
-                f"it cannot be told whether {name} keeps the order of rows: nothing in its "
-                f"batch of {n} rows changes with them{_WAY_OUT}"
+                f"{name} returns the same batch for {n} samples in any order{_KEEP_ORDER}",
+                doc="privacy-units",
             )
 
 
 def know_empty(loader: DataLoader, sample: int) -> None:
-    """Let the collate function of a Poisson loader learn from a sample what a batch looks like.
+    """Shows the collate function of a Poisson loader a sample, to learn what a batch looks like.
 
     Raises:
-        ArgumentError: the data set has no samples by number, or draws may be empty, and no such batch
-            can be made.
+        ArgumentError: the data set does not number its samples, or batches may be empty and no empty
+            batch can be made.
     """
     collate, dataset = loader.collate_fn, loader.dataset
     assert isinstance(collate, EmptyBatches)
@@ -559,33 +565,34 @@ def know_empty(loader: DataLoader, sample: int) -> None:
             with suppress(Exception):
                 longer = collate.collated(read([0, 0]))
             collate.learn(batch, 1, longer)
-        except Exception as error:  # of a sample that cannot be read, the loader tells
+        except Exception as error:  # the loader reports a sample that cannot be read
             if isinstance(error, KeyError) and error.args == (sample,):
                 raise ArgumentError(
-                    _NAMES.format(kind=type(dataset).__name__, row=sample)
+                    _NAMES.format(kind=type(dataset).__name__, sample=sample), doc="sampling"
                 ) from error
         if not draws_none(loader.batch_sampler):
             return
-        if collate.refusal is not None:
-            raise ArgumentError(collate.refusal)
+        if collate.impossible is not None:
+            raise ArgumentError(collate.impossible, doc="data-order")
         if _reads_at_once(dataset):
             try:
                 dataset.__getitems__([])  # type: ignore[attr-defined]
             except Exception as error:  # whatever it raises
-                raise ArgumentError(_NONE.format(kind=type(dataset).__name__)) from error
+                none = _NONE.format(kind=type(dataset).__name__)
+                raise ArgumentError(none, doc="data-order") from error
 
 
 def try_collate(loader: DataLoader, samples: list[int]) -> None:
-    """Check what a Poisson loader's collate function makes of a few samples, before workers run it.
+    """Checks what a Poisson loader's collate function makes of a few samples, before workers run it.
 
     Raises:
-        BatchSizeError: it repeats or mixes them.
+        BatchSizeError: the function repeats or mixes samples.
     """
     checked = getattr(loader.collate_fn, "checked", None)
     if not isinstance(checked, CheckedCollate):
         return
     found: BatchSizeError | None = None
-    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+    with generators_restored(), suppress(Exception):  # the loader reports unreadable samples
         items = _reader(loader.dataset, samples)(range(len(samples)))
         try:
             checked(items)
@@ -596,33 +603,29 @@ def try_collate(loader: DataLoader, samples: list[int]) -> None:
 
 
 def _reads_at_once(dataset: Any) -> bool:
-    """Samples come from a method of the data set's own that is given all of them."""
+    """Whether the data set reads all samples of a batch at once, by `__getitems__`."""
     if type(dataset) is Subset:
         return _reads_at_once(dataset.dataset)
     return bool(getattr(dataset, "__getitems__", None))
 
 
 def _reader(dataset: Any, chosen: list[int]) -> Any:
-    """Samples at given places among the chosen ones, read as a DataLoader reads them."""
+    """Returns a function that reads the chosen samples in a given order, as a DataLoader does."""
     if _reads_at_once(dataset):
         return lambda order: dataset.__getitems__([chosen[i] for i in order])
     kept = [dataset[sample] for sample in chosen]  # once: a data set may draw random numbers
     try:
         copy.deepcopy(kept)
-    except (
-        Exception
-    ):  # whatever their own classes raise: a sample that holds a lock, a file, a graph
+    except Exception:  # a sample may hold a lock, a file or a graph
         return lambda order: [dataset[chosen[i]] for i in order]
-    return lambda order: [
-        copy.deepcopy(kept[i]) for i in order
-    ]  # a collator may take samples apart
+    return lambda order: [copy.deepcopy(kept[i]) for i in order]  # a collator may change samples
 
 
 def _follows(a: Any, b: Any, order: list[int], name: str, batch_first: bool) -> bool:
-    """Whether a leaf changes with the order of samples, as it must; False if it is of no samples.
+    """Whether a leaf follows the order of samples. False if it belongs to no sample.
 
     Raises:
-        ArgumentError: it changes otherwise.
+        ArgumentError: the leaf changes in another way.
     """
     for axis in (0,) if batch_first else (0, 1):
         if _length(a, axis) == _length(b, axis) == len(order):
@@ -631,7 +634,8 @@ def _follows(a: Any, b: Any, order: list[int], name: str, batch_first: bool) -> 
                 return not _same(a, b)
     if not _same(a, b) or _length(a, 0) == len(order) > 1:
         raise ArgumentError(
-            f"{name} does not keep the order of rows, or draws random numbers{_WAY_OUT}"
+            f"{name} changes the order of samples, or draws random numbers{_KEEP_ORDER}",
+            doc="privacy-units",
         )
     return False
 
@@ -656,7 +660,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    """Tensors, and lists of plain values, of a batch; arrays as tensors."""
+    """Yields the tensors and lists of plain values of a batch. Arrays become tensors."""
     if isinstance(batch, np.ndarray) and batch.dtype != object:
         yield torch.from_numpy(np.array(batch)) if batch.dtype.kind in "biufc" else batch.tolist()
     elif isinstance(batch, (Tensor, str, bytes, int, float, bool, type(None))):
@@ -672,14 +676,15 @@ def _leaves(batch: Any) -> Iterator[Any]:
                 yield from _leaves(value)
     else:
         raise ArgumentError(
-            f"it cannot be told whether collate_fn keeps the order of rows in a {type(batch).__name__}"
-            f"{_WAY_OUT}"
+            f"collate_fn returns a {type(batch).__name__}, in which fastclip cannot find the samples"
+            f"{_KEEP_ORDER}",
+            doc="privacy-units",
         )
 
 
 @contextmanager
 def generators_restored() -> Iterator[Any]:
-    """Gives what sets random numbers back to the block's start, as its end does."""
+    """Yields a function that restores random numbers to the block's start. The block's end does too."""
     with set_aside():
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()
 

@@ -1,4 +1,4 @@
-"""Items of a data set with other content, and functions called again with the same random numbers."""
+"""Items of a data set with changed content, and calls repeated with the same random numbers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fastclip.data.collate_law import copied, rebuilt
 _NUMBERS = (bool, int, float, complex, np.generic)
 _DEEPEST = 16
 _SMALLER = 0.75
-"""Content of another size as well: all items may have one norm. It stays within the items' range."""
+"""Factor of changed content, as all items may have one norm. It stays within the items' range."""
 
 
 def changed_items(items: Sequence[Any], spare: Sequence[Any], trial: int) -> list[Any]:
-    """Every item with other content.
+    """Changes the content of every item.
 
     Args:
-        spare: other items, whose content serves as well. trial: another number, other content.
+        spare: other items whose content may be used. trial: another number gives other content.
 
     Returns:
-        One for each item; None where none could be made that is different.
+        One changed item for each. None if no different one could be made.
     """
     pool = [*items, *spare]
     made: list[Any] = []
@@ -48,7 +48,7 @@ def changed_items(items: Sequence[Any], spare: Sequence[Any], trial: int) -> lis
 
 
 def _changed(item: Any, other: Any, trial: int, depth: int = 0) -> Any:
-    """An item with another one's values, in its own shapes."""
+    """Returns an item with the values of another one, in its own shapes."""
     if isinstance(item, Tensor) and isinstance(other, Tensor):
         return _like_tensor(item, other)
     if isinstance(item, np.ndarray) and isinstance(other, np.ndarray):
@@ -118,14 +118,14 @@ def _like_mapping(item: Mapping, other: Mapping, trial: int, depth: int) -> Any:
 
 
 def _other_text(item: str, other: str, trial: int) -> str:
-    """Its own words in another order, which has as many tokens; of one word, another item's text."""
+    """Puts the words in another order, with as many tokens. One word becomes another item's text."""
     words = item.split()
     made = " ".join(words[1:] + words[:1] if trial else words[::-1])
     return other if made == " ".join(words) else made
 
 
 def _shifted(leaf: Any) -> Any:
-    """Other numbers, where all items are equal."""
+    """Returns other numbers, for items that are all equal."""
     if isinstance(leaf, Tensor):
         if leaf.dtype is torch.bool:
             return ~leaf
@@ -136,7 +136,7 @@ def _shifted(leaf: Any) -> Any:
 
 
 def alike_items(items: Sequence[Any]) -> int:
-    """How many items are equal to another one."""
+    """Number of items that are equal to another one."""
     found: list[Any] = []
     for item in items:
         if not any(same(item, other) for other in found):
@@ -145,7 +145,7 @@ def alike_items(items: Sequence[Any]) -> int:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two items hold the same."""
+    """Whether two items hold the same content."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -176,7 +176,7 @@ def _equal(a: Any, b: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# A function that draws random numbers, called again with the same ones.
+# Repeated calls of a function that draws random numbers.
 
 
 _DEEPEST_STATE, _LONGEST = 4, 1000
@@ -185,17 +185,17 @@ _CONTAINERS = (list, dict, set)
 
 
 class Repeatable:
-    """The random state that a function of the user's draws from, and what else it keeps.
+    """The random state that a user's function draws from, and the other state that it keeps.
 
-    That is torch's, NumPy's and Python's global generators, generators in its closure, attributes and
-    globals, and what it may count or note in its attributes and its closure.
+    It consists of torch's, NumPy's and Python's global generators, generators in its closure, attributes
+    and globals, and values that it may count or note in its attributes and its closure.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def state(self) -> Callable[[], None]:
-        """What takes everything back to now."""
+        """Returns a function that restores the present state."""
         undo: list[Callable[[], Any]] = [
             functools.partial(torch.set_rng_state, torch.get_rng_state()),
             functools.partial(np.random.set_state, np.random.get_state()),
@@ -225,17 +225,17 @@ class Repeatable:
 
     @staticmethod
     def seed(number: int) -> None:
-        """Other random numbers of the global generators."""
+        """Seeds the global generators."""
         torch.manual_seed(number)
         np.random.seed(number)
         random.seed(number)
 
 
 def _held(value: Any, seen: set[int], depth: int, called: bool = False) -> Iterator[Any]:
-    """Generators that a function may reach; of what it calls, attributes, cells and small containers.
+    """Yields reachable generators, and attributes, cells and containers of what the function calls.
 
     Args:
-        called: the value is the function, or one that it may call; other objects may be anybody's.
+        called: the value is the function, or one that it may call. Other objects may be shared.
     """
     if depth > _DEEPEST_STATE or id(value) in seen:
         return
@@ -265,7 +265,7 @@ def _held_by_code(function: FunctionType, seen: set[int], depth: int) -> Iterato
     for cell in function.__closure__ or ():
         try:
             content = cell.cell_contents
-        except ValueError:  # nothing in it yet
+        except ValueError:  # empty
             continue
         if isinstance(content, (bool, int, float, str, type(None))):
             yield cell
@@ -278,7 +278,7 @@ def _held_by_code(function: FunctionType, seen: set[int], depth: int) -> Iterato
 
 
 def _is_own(value: Any) -> bool:
-    """An object of a class in Python, which calls may change."""
+    """Whether it is an object of a Python class, which calls may change."""
     if isinstance(value, (type, torch.nn.Module, torch.Tensor)):
         return False
     return isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__ not in (

@@ -1,6 +1,6 @@
-"""What a collated batch must be, and a traced call of collate_fn that shows whether it is.
+"""The law that a collated batch must keep, and a traced call of collate_fn that checks it.
 
-The law needs the attribution of each entry (`fastclip.trace.attribution`), whoever has found it.
+The law needs the sample attribution of each entry (`fastclip.trace.attribution`), from any source.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from fastclip.trace.operation import Kind
 from fastclip.trace.tracer import Tracer
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic)
-"""Values that are not opened."""
+"""Types of values that are not opened."""
 _DEEPEST = 16
 
 
 @dataclass(eq=False)
 class Leaf:
-    """A tensor of a batch, or plain values in a list, or one of them.
+    """A tensor of a batch, a list of plain values, or one plain value.
 
     Args:
-        path: where it is in the batch. value: it, or what it is made of. packed: the sequences whose
-            data it is.
-        sample: the attribution of its entries; None: of no sample, or not known.
+        path: path to it in the batch.
+        value: the tensor or value, or the data of packed sequences.
+        packed: the packed sequences that hold the data.
+        sample: the sample attribution of its entries. None: no sample, or not known.
     """
 
     path: str
@@ -48,7 +49,7 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its axes; of packed sequences the padded ones, [b, t, ...]."""
+        """Its shape. For packed sequences the padded shape, [b, t, ...]."""
         if self.packed is not None:
             sizes = self.packed.batch_sizes
             return (int(sizes[0]), len(sizes), *self.packed.data.shape[1:])
@@ -57,19 +58,23 @@ class Leaf:
         return (len(self.value),) if isinstance(self.value, list) else ()
 
     def attribute(self, sample: at.Attribution) -> None:
-        """Take the attribution of `value`."""
+        """Stores the sample attribution of `value`."""
         if sample is None or not sample.numel() or bool((sample == at.NONE).all()):
             self.sample = None
             return
         if self.packed is not None:
-            spread = at.expanded(sample, self.packed.data.shape).contiguous()
-            sample = padded(self.packed._replace(data=spread), at.NONE)
+            expanded = at.expanded(sample, self.packed.data.shape).contiguous()
+            sample = padded(self.packed._replace(data=expanded), at.NONE)
         self.sample = sample
 
 
 @dataclass(eq=False)
 class Branch:
-    """Parts of a batch. Attributes: listed, they are entries of a list, which may be the batch axis."""
+    """Parts of a batch.
+
+    Attributes:
+        listed: the parts are entries of a list, which may be the batch axis.
+    """
 
     parts: list[Leaf | Branch]
     listed: bool = False
@@ -79,12 +84,12 @@ Node = Leaf | Branch
 
 
 def padded(packed: PackedSequence, value: float = 0.0) -> Tensor:
-    """[b, t, ...] of packed sequences."""
+    """Pads packed sequences to [b, t, ...]."""
     return pad_packed_sequence(packed, batch_first=True, padding_value=value)[0]
 
 
 def opened(batch: Any, path: str = "batch", depth: int = 0) -> Node:
-    """The leaves of a batch, nested as it is. Objects of other classes show their public attributes."""
+    """Opens a batch into its nested leaves. Objects of other classes show their public attributes."""
     if isinstance(batch, PackedSequence):
         return Leaf(path, batch.data, batch)
     if isinstance(batch, Tensor):
@@ -124,7 +129,7 @@ def _members(batch: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
-    """All, in order."""
+    """Yields all leaves, in order."""
     if isinstance(node, Leaf):
         yield node
     else:
@@ -137,12 +142,13 @@ def leaves(node: Node) -> Iterator[Leaf]:
 
 @dataclass(frozen=True)
 class Fault:
-    """How a batch breaks the law.
+    """A violation of the law.
 
     Args:
-        kind: "repeats", "mixes", "axis" (samples lie along axis 1 alone), "order" or "views" (adjacent
-            positions that should be of one sample hold several).
-        samples: numbers of those that are concerned, as they were drawn. leaf: where it shows.
+        kind: "repeats", "mixes", "axis" (samples lie along axis 1 alone), "order", "views" (adjacent
+            positions that should hold one sample hold several) or "unknown".
+        samples: numbers of the samples concerned, in the order drawn.
+        leaf: the leaf that shows it.
     """
 
     kind: str
@@ -151,12 +157,13 @@ class Fault:
 
 
 class Law:
-    """Whether a batch may be trained on.
+    """Decides whether a batch may be trained on.
 
     Args:
-        samples: how many were collated. batch_first: they lie along axis 0; else along axis 0 or 1.
+        samples: number of samples that were collated.
+        batch_first: samples lie along axis 0. If False, along axis 0 or 1.
         ordered: position i must hold sample i.
-        views: so many adjacent positions may hold each sample.
+        views: number of adjacent positions that may hold each sample.
     """
 
     def __init__(
@@ -166,13 +173,13 @@ class Law:
         self.axes = (0,) if batch_first else (0, 1)
 
     def fault(self, root: Node) -> Fault | None:
-        """The first way in which a batch breaks the law; None: it keeps it."""
+        """Returns the first violation. None: the batch keeps the law."""
         self._sizes = {n for leaf in leaves(root) for n in leaf.shape}
         self._placed: dict[int, dict[int, int]] = {}
         return self._of(root)
 
     def is_followed(self, root: Node) -> bool:
-        """Whether every position of every tensor is known to be of some sample."""
+        """Whether every position of every tensor belongs to a known sample."""
         return all(
             leaf.sample is not None
             and any(bool((self._along(leaf, a) >= 0).all()) for a in (0, 1) if a < len(leaf.shape))
@@ -190,7 +197,7 @@ class Law:
         return None
 
     def _one_each(self, node: Branch) -> dict[int, int] | None:
-        """The sample of each entry of a list, if no two have one."""
+        """Returns the sample of each entry of a list, if no two entries share one."""
         one: dict[int, int] = {}
         for place, part in enumerate(node.parts):
             held = {
@@ -232,7 +239,7 @@ class Law:
         return next((f for f in faults if f.kind == "repeats"), faults[0])
 
     def _joined(self, along: Tensor, leaf: Leaf) -> tuple[Tensor, Fault | None]:
-        """The sample of each run of views, if the axis holds views."""
+        """Returns the sample of each run of views, if the axis holds views."""
         if self.views == 1 or len(along) != self.samples * self.views:
             return along, None
         runs = along.reshape(self.samples, self.views)
@@ -245,7 +252,7 @@ class Law:
 
     @staticmethod
     def _along(leaf: Leaf, axis: int) -> Tensor:
-        """Which sample lies at each place of an axis."""
+        """Returns the sample at each position of an axis."""
         assert leaf.sample is not None
         others = [a for a in range(len(leaf.shape)) if a != axis]
         held = leaf.sample.masked_fill(leaf.sample == at.UNSEEN, at.NONE)
@@ -254,7 +261,7 @@ class Law:
         return found.reshape(-1).expand(leaf.shape[axis])
 
     def _place(self, one: dict[int, int], length: int, leaf: Leaf) -> Fault | None:
-        """Tensors of one length hold each sample at one place."""
+        """Checks that tensors of one length hold each sample at one position."""
         lengths = {*self._placed, length}
         if 1 in lengths and len(lengths) > 1 and self.samples > 1:
             alone = one if length == 1 else self._placed[1]
@@ -275,7 +282,7 @@ class Law:
 
 
 def is_size(value: Any, sizes: set[int]) -> bool:
-    """Text, or a number that the sizes of the batch say, too."""
+    """Whether a value is text, or a number that is among the sizes of the batch."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
             return False
@@ -296,11 +303,11 @@ def _fault_along(along: Tensor, leaf: Leaf) -> Fault | None:
 
 
 # -------------------------------------------------------------------------------------------------
-# The tensors of collated items, each in a memory of its own, so that the trace tells them apart.
+# The tensors of collated items, each in its own memory, by which the trace distinguishes them.
 
 
 def tensors_of(item: Any, depth: int = 0) -> Iterator[Tensor]:
-    """All tensors of an item, those of objects of unknown classes included."""
+    """Yields all tensors of an item, including those of objects of unknown classes."""
     if isinstance(item, Tensor):
         yield item
     elif isinstance(item, (*PLAIN, np.ndarray, type)) or depth == _DEEPEST:
@@ -320,11 +327,11 @@ def tensors_of(item: Any, depth: int = 0) -> Iterator[Tensor]:
 def rebuilt(
     item: Any, of_leaf: Callable[[Any], Any], *, fresh: bool = False, depth: int = 0
 ) -> Any:
-    """An item of other leaves; containers in which nothing changes are the same.
+    """Rebuilds an item of other leaves. Containers in which nothing changes are the same objects.
 
     Args:
-        of_leaf: what stands for a tensor, an array or any other value that is not opened. fresh: all
-            lists and dicts are copies.
+        of_leaf: replaces a tensor, an array or any other value that is not opened.
+        fresh: all lists and dicts are copies.
     """
 
     def other(part: Any) -> Any:
@@ -334,7 +341,7 @@ def rebuilt(
         return of_leaf(item)
     try:
         return _rebuilt(item, other, of_leaf, fresh)
-    except Exception:  # a class of the user's own that is not made like its base
+    except Exception:  # a user's class with another constructor than its base
         return of_leaf(item)
 
 
@@ -376,17 +383,17 @@ def _rebuilt(
 
 
 def copied(leaf: Any) -> Any:
-    """A leaf in a memory of its own, where it has one."""
+    """Copies a leaf into its own memory, if it has memory."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def seeded(tracer: Tracer, items: list[Any]) -> tuple[list[Any], bool]:
-    """Tell a tracer which sample each tensor is of.
+    """Records in a tracer which sample each tensor belongs to.
 
-    A tensor that has its memory for itself is the same object. Any other is another one with the same
-    numbers at the same place, but of its own for the tracer. What all items hold is of no sample.
+    A tensor that does not share its memory stays the same object. Any other becomes an alias of the same
+    memory that the tracer treats as separate. A tensor that all items hold belongs to no sample.
 
     Returns:
         The items, and whether all their tensors are followed.
@@ -416,7 +423,7 @@ def seeded(tracer: Tracer, items: list[Any]) -> tuple[list[Any], bool]:
         made.append(rebuilt(item, partial(follow, sample=sample)))
     for sample, (item, mine) in enumerate(zip(made, held, strict=True)):
         if mine:
-            for x in tensors_of(item):  # of objects that are not opened for a copy
+            for x in tensors_of(item):  # in objects that are not rebuilt
                 if x.numel() and _region(x) not in common and tracer.memory.record(x) is None:
                     alone = users[_memory(x)] == 1  # type: ignore[index]
                     if alone and x.numel() * x.element_size() == x.untyped_storage().nbytes():
@@ -427,7 +434,7 @@ def seeded(tracer: Tracer, items: list[Any]) -> tuple[list[Any], bool]:
 
 
 def elsewhere(x: Tensor) -> Tensor:
-    """The same numbers, type and attributes in what torch takes for another memory."""
+    """Aliases a tensor, with its type and attributes, in what torch treats as another memory."""
     plain = x.detach().as_subclass(Tensor)
     try:
         with Native():
@@ -441,7 +448,7 @@ def elsewhere(x: Tensor) -> Tensor:
 
 
 def _memory(x: Tensor) -> int | None:
-    """Identifies a tensor's memory; None where it has none of its own (sparse, nested)."""
+    """Identifies a tensor's memory. None if it has no single one (sparse, nested)."""
     try:
         return None if x.layout is not torch.strided else memory_of(x)
     except (NotImplementedError, RuntimeError):
@@ -455,19 +462,19 @@ def _region(x: Tensor) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# One call of a collate function, traced: which sample every entry of the batch comes from.
+# A traced call of a collate function, which finds the sample that every entry comes from.
 
 
 _CALLS = 64
-"""So many calls share what a tracer remembers."""
+"""Number of calls that share one tracer."""
 
 
 class CollateTrace:
     """Traces the calls of collate functions, in this process and thread.
 
     Attributes:
-        root: the last batch, each leaf with its attribution. read: numbers have left torch, or memory
-            was written into without being seen.
+        root: the last batch, each leaf with its sample attribution.
+        read: values have left torch, or memory was written unseen.
     """
 
     def __init__(self) -> None:
@@ -476,7 +483,7 @@ class CollateTrace:
         self.read = False
 
     def call(self, collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-        """What the function makes of the items."""
+        """Calls the function on the items and returns its batch."""
         if self._calls == _CALLS:
             self._tracer, self._calls = _Tracer(), 0
         self._calls += 1
@@ -495,7 +502,7 @@ class CollateTrace:
             if isinstance(leaf.value, Tensor):
                 shadow = tracer.shadow_of(leaf.value)
                 sample = shadow.sample
-                if shadow.factor is not None:  # a divisor that all samples share, as their norm
+                if shadow.factor is not None:  # a divisor common to all samples, such as their norm
                     sample = at.everywhere(at.SEVERAL, leaf.value.dim())
                 if sample is not None and bool((sample == at.UNSEEN).any()):
                     self.read = True
@@ -504,7 +511,7 @@ class CollateTrace:
         return batch
 
     def cause(self, x: Any) -> Cause | None:
-        """The operation that joined samples in a tensor, or that put several into it."""
+        """Returns the operation that joined samples in a tensor, or put several into it."""
         if not isinstance(x, Tensor):
             return None
         found = self._tracer.memory.cause(x)
@@ -514,17 +521,17 @@ class CollateTrace:
         return None if record is None else self._tracer.makers.get(record.reference.cdata)
 
     def is_guessed(self, cause: Cause | None) -> bool:
-        """Whether no rule knows the operation, so that it was taken to join samples."""
+        """Whether the operation has no rule and is assumed to join samples."""
         return cause is not None and cause.operation in self._tracer.report.probed
 
 
 class _Tracer(Tracer):
-    """As in a step, except that tensors from elsewhere are constants, whatever their length."""
+    """The tracer of a step, except that all other tensors are constants, whatever their length."""
 
     def __init__(self) -> None:
         super().__init__()
         self.makers: dict[int, Cause] = {}
-        """By memory: the last operation that put several samples into it."""
+        """Last operation that put several samples into each memory."""
 
     def _samples_axis(self, *_: Any) -> None:
         return None
@@ -542,7 +549,7 @@ class _Tracer(Tracer):
                 self.makers[record.reference.cdata] = made
 
     def padded(self, sequences: Any, made: Tensor, **options: Any) -> None:
-        """Attribute padded sequences, which are one operation for each of them otherwise."""
+        """Attributes padded sequences at once, instead of one operation per sequence."""
         shadows = [self.shadow_of(x) for x in sequences]
         if not any(s.held for s in shadows):
             return
@@ -557,7 +564,7 @@ class _Tracer(Tracer):
 
 
 class _Composites(TorchFunctionMode):
-    """Attributes what functions return that are many operations."""
+    """Attributes the results of functions that consist of many operations."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A collate function asked by its values: other content in some items, and what of the batch changes.
+"""Probe of a collate function by values, which changes some items and sees which entries change.
 
 For every bit of an item's number the function runs once with that half of the items changed, and once
 with the other half. An entry that changes in one half of every pair has the bits of its item's number.
-An entry that changes in both follows from several. The law of `batch_law` is then applied as to a trace.
+An entry that changes in both depends on several items. The law of `collate_law` is then applied.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ from fastclip.trace import attribution as at
 _TRIALS = 2
 _SEEDS = 7
 _OWN, _CHANCE = 0.5, 0.4
-"""Of a position's changing entries its own sample changes this part at least, others at most."""
+"""Part of a position's changing entries that its own sample changes at least, and others at most."""
 _FEW = 64
 _LARGEST = 2**20
-"""Entries of a leaf that are compared."""
+"""Number of entries of a leaf that are compared."""
 
 
 class _UnlikeError(Exception):
-    """Two batches of other structures, which cannot be compared entry by entry."""
+    """Two batches have different structures and cannot be compared entry by entry."""
 
 
 class Probe:
-    """What a collate function does with some items.
+    """A probe of a collate function with some items.
 
     Args:
-        collate: the function. items: at least one, which it may change. spare: items of other batches.
-        law: of this batch. function, back: it and what it draws, and what takes that back to the start.
+        collate: the function.
+        items: at least one item. The function may change them.
+        spare: items of other batches.
+        law: the law for this batch.
+        function: the function with its random state.
+        back: restores that state to the start.
     """
 
     def __init__(
@@ -59,13 +63,13 @@ class Probe:
         self.changes = [changed_items(self.items, spare, trial) for trial in range(_TRIALS)]
         self.function, self.back = function, back
         self.decided = False
-        """Some entry was seen to follow from a sample."""
+        """Whether some entry was seen to depend on a sample."""
 
     def fault(self) -> Fault | None:
-        """How the batch of these items breaks the law; None: it keeps it, as far as values show.
+        """Returns how the batch of these items breaks the law. None: it keeps it, as far as values show.
 
         Raises:
-            Exception: whatever the function raises for its own items, or for other ones in their places.
+            Exception: whatever the function raises for its own items, or for changed ones.
         """
         base = self._made(self.items)
         steady = _equal(base, self._made(self.items))
@@ -73,7 +77,7 @@ class Probe:
             return _unknown(base) if self._by_seeds() else None
         try:
             found = self._by_values(base)
-        except Exception:  # no such content: that of another item, as it is
+        except Exception:  # impossible content: that of another item, unchanged
             self.changes = [[*self.items[1:], self.items[0]]] * _TRIALS
             found = self._by_values(base)
         if found is None or _equal(base, self._made(self.items, seed=1)):
@@ -81,7 +85,7 @@ class Probe:
         return found if self._by_seeds() else None
 
     def _by_values(self, base: Node) -> Fault | None:
-        """With the same random numbers for all content."""
+        """Probes with the same random numbers for all content."""
         try:
             found = self._by_entries(base)
         except _UnlikeError:
@@ -96,7 +100,7 @@ class Probe:
         return found
 
     def _made(self, items: list[Any], seed: int | None = None) -> Node:
-        """The batch, with the same random numbers in every call, or with those of a seed."""
+        """Makes the batch with the same random numbers in every call, or with those of a seed."""
         self.back()
         if seed is not None:
             self.function.seed(seed)
@@ -106,7 +110,7 @@ class Probe:
         return root
 
     def _changed(self, which: list[int], trial: int) -> list[Any] | None:
-        """The items, some of them changed; None if none is."""
+        """Returns the items, some of them changed. None if none is."""
         other = self.changes[trial]
         here = {i for i in which if other[i] is not None}
         if not here:
@@ -121,7 +125,7 @@ class Probe:
     # Entry by entry
 
     def _by_entries(self, base: Node) -> Fault | None:
-        """The law, if items stay where they are, whatever is in them."""
+        """Applies the law, if the positions of items do not depend on their content."""
         first = list(leaves(base))
         hits = [_Hits(leaf.shape) for leaf in first]
         for bit, side, which in self._halves():
@@ -153,10 +157,9 @@ class Probe:
     # Sample by sample
 
     def _by_rows(self, base: Node) -> bool:
-        """Whether one item changes one sample at most, wherever it then is, and each sample has
-        one item.
+        """Whether an item changes one sample at most, at any position, and each sample has one item.
 
-        So it is where the order follows from what is in the items, or some of them are left out.
+        This holds if the order depends on the content of items, or if some are left out.
         """
         size = _rows(base, self.law)
         taken: Counter[Any] = Counter()
@@ -170,7 +173,7 @@ class Probe:
                     continue
                 try:
                     now = self._made(items)
-                except Exception:  # there is no such item
+                except Exception:  # an impossible item
                     continue
                 gone, new, rest = _differences(base, now, size, self.law)
                 if gone.total() > 1 or new.total() > 1 or rest:
@@ -184,10 +187,10 @@ class Probe:
     # Over many random numbers
 
     def _by_seeds(self) -> Fault | None:
-        """The law, if random numbers follow from what is in the items: by how often entries change.
+        """Applies the law by how often entries change, if random numbers depend on the items.
 
-        An item that another one's random numbers depend on (a mask of 15 percent) changes few of its
-        entries; one that is mixed in, or that takes its place in half of the draws, changes half.
+        An item on which another one's random numbers depend (a mask of 15 percent) changes few of its
+        entries. An item that is mixed in, or that replaces it in half of the calls, changes half.
         """
         base = self._made(self.items)
         size, first = _rows(base, self.law), list(leaves(base))
@@ -224,12 +227,12 @@ class Probe:
 
 
 def _unknown(root: Node) -> Fault:
-    """Nothing can be said of the batch."""
+    """Returns the fault of a batch about which nothing is known."""
     return Fault("unknown", (), next(leaves(root), Leaf("batch", None)))
 
 
 class _Hits:
-    """Which entries of a leaf changed in which run."""
+    """The entries of a leaf that changed in each run."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.number = torch.zeros(shape, dtype=at.KIND, device="cpu")
@@ -239,12 +242,12 @@ class _Hits:
         self._one: Tensor | None = None
 
     def cannot_say(self, blind: Tensor | None) -> None:
-        """Some entries could not be compared in a run, so what others say of them is not whole."""
+        """Excludes entries that could not be compared in some run."""
         if blind is not None:
             self.blind |= blind
 
     def note(self, bit: int, side: int, seen: Tensor) -> None:
-        """Side 1 of a bit comes first, then side 0."""
+        """Notes the entries that changed. Side 1 of a bit comes first, then side 0."""
         if side:
             self._one = seen
             self.number |= seen.to(at.KIND) << bit
@@ -259,7 +262,7 @@ class _Hits:
 
 
 class _Shares:
-    """How many entries of each position of an axis changed in which run, over several seeds."""
+    """The number of entries of each position of an axis that changed in each run, over several seeds."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -273,7 +276,11 @@ class _Shares:
         self._any = None
 
     def note(self, bit: int, side: int, seen: Tensor) -> None:
-        """Args: seen: [size, entries]."""
+        """Notes the entries that changed.
+
+        Args:
+            seen: bool [size, entries].
+        """
         self._any = seen if self._any is None else self._any | seen
         before = self._counts.get((bit, side), 0.0)
         self._counts[bit, side] = before + seen.double().sum(1)
@@ -299,7 +306,7 @@ def _by_row(x: Tensor, axis: int) -> Tensor:
 
 
 def _thinned(x: Any) -> Any:
-    """Evenly chosen entries of a large tensor, beyond its first two axes."""
+    """Thins a large tensor evenly, except along its first two axes."""
     if not isinstance(x, Tensor) or x.numel() <= _LARGEST or x.layout is not torch.strided:
         return x
     x = x.flatten(2) if x.dim() > 2 else x
@@ -307,7 +314,7 @@ def _thinned(x: Any) -> Any:
 
 
 def _values(leaf: Leaf) -> Any:
-    """What a leaf holds: a dense tensor on the CPU, a list, or one value."""
+    """Returns the content of a leaf, as a dense tensor on the CPU, a list, or one value."""
     if leaf.packed is not None:
         return padded(leaf.packed).detach().cpu()
     x = leaf.value
@@ -319,7 +326,11 @@ def _values(leaf: Leaf) -> Any:
 
 
 def _alike(a: Node, b: Node, *, exactly: bool = False) -> bool:
-    """Whether two batches are built alike, of as many entries in lists; exactly: of the same shapes."""
+    """Whether two batches have the same structure and lengths of lists.
+
+    Args:
+        exactly: also the same shapes.
+    """
     if isinstance(a, Leaf) and isinstance(b, Leaf):
         if len(a.shape) != len(b.shape) or isinstance(a.value, Tensor) != isinstance(
             b.value, Tensor
@@ -341,17 +352,17 @@ def _equal(a: Node, b: Node) -> bool:
 
 
 def _moved(a: Leaf, b: Leaf, axes: Sequence[int]) -> Tensor:
-    """Entries of `a` that are others in `b`, [shape of a]."""
+    """Returns which entries of `a` differ in `b`, bool [shape of a]."""
     return _compared(a, b, axes)[0]
 
 
 def _compared(a: Leaf, b: Leaf, axes: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Entries of `a` that are others in `b`, and those that have none there, [shape of a].
+    """Returns which entries of `a` differ in `b`, and which have no counterpart, bool [shape of a].
 
-    Where one is longer (padding), what both have is compared, from the start or from the end.
+    If one is longer (padding), their common part is compared, from the start or from the end.
 
     Raises:
-        _UnlikeError: another number of samples.
+        _UnlikeError: the number of samples differs.
     """
     x, y = _values(a), _values(b)
     if isinstance(x, list):
@@ -375,7 +386,7 @@ def _compared(a: Leaf, b: Leaf, axes: Sequence[int]) -> tuple[Tensor, Tensor | N
 
 
 def _cut(x: Tensor, other: Tensor, front: bool) -> Tensor:
-    """The part of a tensor for which another one is long enough."""
+    """Cuts a tensor to the length of another one."""
     for axis, (n, m) in enumerate(zip(x.shape, other.shape, strict=True)):
         if n > m:
             x = x.narrow(axis, 0 if front else n - m, m)
@@ -402,7 +413,7 @@ def _unequal(x: Any, y: Any) -> bool:
 
 
 def _rows(root: Node, law: Law) -> int:
-    """How many positions the batch axis has."""
+    """Number of positions of the batch axis."""
     found = list(_lengths(root, law))
     if law.samples in found or not found:
         return law.samples
@@ -427,11 +438,11 @@ def _contents(
     front: bool = True,
     most: int | None = None,
 ) -> tuple[list[Any], list[Leaf]]:
-    """What each sample holds, and the leaves of no sample.
+    """Returns the content of each sample, and the leaves that belong to no sample.
 
     Args:
-        limits: the part of each leaf that counts, from the front or from the end. most: so many entries
-            of a sample are enough.
+        limits: the part of each leaf that counts, from the front or from the end.
+        most: number of entries of a sample that suffice.
     """
     samples: list[list[Any]] = [[] for _ in range(size)]
     rest: list[Leaf] = []
@@ -481,8 +492,7 @@ def _content(value: Any, most: int | None = None) -> Any:
 
 
 def _differences(a: Node, b: Node, size: int, law: Law) -> tuple[Counter[Any], Counter[Any], bool]:
-    """Samples of `a` that `b` lacks, those that are new there, and whether what is of no sample
-    changed."""
+    """Returns the samples that only `a` has, those that only `b` has, and whether the rest changed."""
     first, second = list(leaves(a)), list(leaves(b))
     limits: list[tuple[int, ...] | None] = []
     if len(first) == len(second):
@@ -503,7 +513,7 @@ def _differences(a: Node, b: Node, size: int, law: Law) -> tuple[Counter[Any], C
 
 
 def _rest_differs(mine: list[Leaf], theirs: list[Leaf], a: Node, b: Node) -> bool:
-    """Whether what is of no sample changed, except for text and for numbers that are sizes."""
+    """Whether the leaves of no sample changed, except for text and for numbers that are sizes."""
     if len(mine) != len(theirs):
         return True
     sizes = [{n for leaf in leaves(root) for n in leaf.shape} for root in (a, b)]
@@ -524,9 +534,9 @@ def _rest_differs(mine: list[Leaf], theirs: list[Leaf], a: Node, b: Node) -> boo
 
 
 def repeated_samples(root: Node, law: Law) -> int:
-    """How many samples of a batch are equal to another one."""
+    """Number of samples of a batch that are equal to another one."""
     size = _rows(root, law)
-    for most in (_FEW, None):  # few entries tell that samples are not alike
+    for most in (_FEW, None):  # few entries often show that samples differ
         samples, _ = _contents(root, size, law, most=most)
         alike = len(samples) - len(set(samples)) if any(samples) else 0
         if not alike:

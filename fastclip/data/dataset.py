@@ -1,8 +1,8 @@
-"""The identity of samples: across subsets and joined data sets, across ranks, and while a run lasts.
+"""Identity of samples across subsets and joined data sets, across ranks, and during a run.
 
-What a data set is, or holds, with an entry for each sample (lists, tensors, arrays, tables) is
-looked at in a few places when a pass begins. An entry that has changed is no reason to complain,
-for a data set may cache or label its samples anew; one that has changed its place is.
+A data set may be, or hold, containers with an entry per sample (lists, tensors, arrays, tables). A few
+of their entries are probed when a pass begins. An entry that has moved raises an error. An entry that
+has changed does not, because a data set may cache its samples or label them anew.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fastclip.distributed.shards import digest
 from fastclip.errors import ArgumentError, StepError
 
 # -------------------------------------------------------------------------------------------------
-# Samples that a sampler of the user's own draws: each at most once in a pass over the data.
+# Samples that the user's own sampler draws, each at most once in a pass over the data.
 #
-# Epsilon is stated for samples that are in a batch with probability q = 1 / len(data_loader), once.
-# A sample that is drawn twice in a batch contributes twice; one that is drawn twice in a pass has
-# the rate 2q. Which sample it is says the key that the data set is asked for, so keys must compare
-# by value.
+# Epsilon assumes that a sample is in a batch once, with probability q = 1 / len(data_loader). A
+# sample that is drawn twice in a batch contributes twice. One that is drawn twice in a pass has the
+# rate 2q. Samples are identified by the keys that the data set is asked for, so keys must compare by
+# value.
 
 
 def value_of(key: Any) -> Any:
-    """The key as something that is equal to another one's if the keys are.
+    """Converts a key to a value that is equal to another key's if the keys are equal.
 
     Raises:
-        TypeError: keys of this type are equal to themselves alone, or cannot be hashed.
+        TypeError: keys of this type compare by identity, or cannot be hashed.
     """
     if isinstance(key, (Tensor, np.ndarray)) and not key.shape:  # tensors compare by identity
         key = key.item()
@@ -58,42 +58,44 @@ class Distinct:
     """Raises an error for a sample that was drawn before.
 
     Args:
-        samples: of the data set. name: of the sampler, for the message. once: a sample may be drawn
-            once in a pass; else once in a draw.
+        samples: number of samples in the data set.
+        name: name of the sampler, for the message.
+        once: a sample may be drawn once in a pass. If False, once in a batch.
     """
 
     def __init__(self, samples: int, name: str, *, once: bool = True) -> None:
-        self.rows, self.name, self.once = samples, name, once
+        self.samples, self.name, self.once = samples, name, once
         self._clear()
 
     def _clear(self) -> None:
-        self._numbers = bytearray(self.rows)
+        self._numbers = bytearray(self.samples)
         self._keys: set[Any] = set()
 
     def one_pass(self) -> Distinct:
-        """The same for a pass that begins."""
-        return Distinct(self.rows, self.name, once=self.once)
+        """Returns the same check for a new pass."""
+        return Distinct(self.samples, self.name, once=self.once)
 
     def check(self, drawn: Any) -> int:
-        """Note the samples of one draw; of a list of keys, which the data set is asked for at once, all.
+        """Notes the samples of one sampled batch, including all in lists of keys.
 
         Returns:
-            How many these are.
+            The number of samples.
 
         Raises:
-            ArgumentError: one of them was drawn before, or that cannot be known.
+            ArgumentError: a sample was drawn before, or its key does not compare by value.
         """
         if not self.once:
             self._clear()
         count = 0
-        for key in _single(drawn, self.rows):
+        for key in _single(drawn, self.samples):
             count += 1
             if self._seen(key):
                 raise ArgumentError(
-                    f"the data loader's {self.name} drew sample {key!r} twice in one "
+                    f"The data loader's {self.name} drew sample {key!r} twice in one "
                     f"{'pass over the data' if self.once else 'batch'}, so it contributes more often "
-                    "than epsilon states; let it draw each sample at most once, or use "
-                    "poisson_sampling=True with shuffle=True"
+                    "than epsilon states. Draw each sample at most once, or pass "
+                    "poisson_sampling=True with shuffle=True.",
+                    doc="sampling",
                 )
         return count
 
@@ -102,20 +104,22 @@ class Distinct:
             key = value_of(key)
         except TypeError as error:
             raise ArgumentError(
-                unknown_keys(f"the data loader's {self.name} draws", error)
+                unknown_keys(f"The data loader's {self.name} draws", error), doc="sampling"
             ) from error
         try:
             number = (
                 int(key) if isinstance(key, float) and key.is_integer() else operator.index(key)
             )
-        except TypeError:  # keys of a data set that is not indexed by numbers
+        except TypeError:  # the data set is not indexed by numbers
             before = key in self._keys
             self._keys.add(key)
             return before
-        number += self.rows if -self.rows <= number < 0 else 0
-        if not 0 <= number < self.rows:
+        number += self.samples if -self.samples <= number < 0 else 0
+        if not 0 <= number < self.samples:
             raise ArgumentError(
-                f"the data loader's {self.name} drew sample {number} of a data set of {self.rows}"
+                f"The data loader's {self.name} drew sample {number} of a data set of "
+                f"{self.samples} samples. Correct the numbers that it draws.",
+                doc="sampling",
             )
         before = bool(self._numbers[number])
         self._numbers[number] = 1
@@ -123,16 +127,16 @@ class Distinct:
 
 
 def unknown_keys(who: str, error: TypeError) -> str:
-    """What to say of keys that `value_of` does not take."""
+    """Returns the message for keys that `value_of` does not accept."""
     return (
         f"{who} keys of type {error}, which do not compare by value, so a sample drawn twice under two "
-        f"keys would not be seen. Use numbers, strings or tuples as keys, or give {error} __eq__ and "
-        "__hash__"
+        f"keys is not detected. Use numbers, strings or tuples as keys, or give {error} __eq__ and "
+        "__hash__."
     )
 
 
 def _single(drawn: Any, samples: int) -> Iterator[Any]:
-    """The keys of single samples among those of a draw."""
+    """Yields the keys of single samples in a sampled batch."""
     if isinstance(drawn, slice):
         drawn = range(*drawn.indices(samples))
     if isinstance(drawn, (Tensor, np.ndarray)):
@@ -148,33 +152,34 @@ def _single(drawn: Any, samples: int) -> Iterator[Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Which sample of which data set a loader's sample is, through torch's own subsets and joined data sets.
+# The data set and number of a loader's sample, through torch's subsets and joined data sets.
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Samples that one data set of no known parts brings.
+    """Samples of one data set that has no known parts.
 
     Args:
-        dataset: that data set. places: int64 [samples], of the samples among those that were asked for.
-        samples: int64 [samples], their numbers in it.
+        dataset: the data set.
+        places: int64 [samples], positions among the samples that were asked for.
+        samples: int64 [samples], their numbers in the data set.
     """
 
     dataset: Any
     places: np.ndarray
-    rows: np.ndarray
+    samples: np.ndarray
 
 
 def parts_of(dataset: Any, samples: np.ndarray | None = None) -> list[Part]:
-    """Samples of a data set, by the data sets that they come from: random_split's and nested ones too.
+    """Resolves samples of a data set to the data sets that hold them, through nested subsets too.
 
-    Data sets of the user's own that repeat or reorder what they hold are taken as they are.
+    The user's own data sets that repeat or reorder what they hold are not opened.
 
     Args:
-        samples: int64 [samples], the numbers of those that are asked for; None: all.
+        samples: int64 [samples], numbers of the samples. None: all.
 
     Raises:
-        ArgumentError: a Subset has keys that do not say which of its samples are the same.
+        ArgumentError: a Subset has keys that do not compare by value.
     """
     samples = np.arange(len(dataset), dtype=np.int64) if samples is None else samples
     return list(_parts(dataset, np.arange(len(samples), dtype=np.int64), samples))
@@ -190,8 +195,8 @@ def _parts(dataset: Any, places: np.ndarray, samples: np.ndarray) -> Iterator[Pa
         try:
             keys = [value_of(key) for key in dataset.indices]
         except TypeError as error:
-            who = f"the data set's {type(dataset).__name__} has"
-            raise ArgumentError(unknown_keys(who, error)) from error
+            who = f"The data set's {type(dataset).__name__} has"
+            raise ArgumentError(unknown_keys(who, error), doc="sampling") from error
         same = [first.setdefault(key, place) for place, key in enumerate(keys)]
         samples = np.asarray(same, dtype=np.int64)[samples]
     elif isinstance(dataset, ConcatDataset) and len(dataset) == dataset.cumulative_sizes[-1]:
@@ -215,7 +220,7 @@ def _parts(dataset: Any, places: np.ndarray, samples: np.ndarray) -> Iterator[Pa
 
 
 def length_of(dataset: Any) -> int | None:
-    """Samples of a data set; None where it does not know."""
+    """Number of samples of a data set. None if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -223,7 +228,7 @@ def length_of(dataset: Any) -> int | None:
 
 
 def numbers(indices: Any) -> np.ndarray | None:
-    """Of a Subset, int64; None where it names its samples otherwise."""
+    """Returns the indices of a Subset, int64. None if its keys are not numbers."""
     if isinstance(indices, Tensor):
         indices = indices.cpu().numpy()
     found = np.asarray(indices) if len(indices) else np.zeros(0, dtype=np.int64)
@@ -236,23 +241,21 @@ def numbers(indices: Any) -> np.ndarray | None:
 
 
 # -------------------------------------------------------------------------------------------------
-# What tells whether two processes read the same samples in the same order, where a data set can say
-# it.
+# A digest by which two processes compare their samples and the order of these.
 
 
 _ROWS = 256
-"""Of a data set of Hugging Face that are looked at, evenly spaced."""
+"""Number of samples of a Hugging Face data set that are compared, evenly spaced."""
 _MOST, _MOST_BYTES = 2**21, 2**30
-"""Entries of a list, samples of a table and bytes of an array that are looked at, evenly spaced."""
+"""Entries of a list, samples of a table and bytes of an array that are compared, evenly spaced."""
 
 
-def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
-    """A digest of its samples: of tensors, subsets and joined sets of them, and of Hugging Face
-    data sets.
+def digest_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
+    """Returns a digest of the samples of tensors, subsets, joined data sets and Hugging Face data sets.
 
-    Of others their type and length, the tensors, arrays, tables and lists that they are, or hold,
-    with an entry for each sample, and the data sets that they hold: reading samples may change them
-    (augmentation).
+    For other data sets it covers type and length, and the tensors, arrays, tables and lists with an
+    entry per sample that they are or hold. It covers the data sets that they hold, too. None of their
+    samples is read, because reading may change them (augmentation).
 
     Args:
         around: identities of the data sets that hold it.
@@ -261,12 +264,12 @@ def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
         return digest(dataset.tensors)
     if isinstance(dataset, Subset):
         chosen = torch.as_tensor([int(i) for i in dataset.indices], dtype=torch.int64, device="cpu")
-        return f"{digest([chosen])} of {told_of(dataset.dataset, around)}"
+        return f"{digest([chosen])} of {digest_of(dataset.dataset, around)}"
     if isinstance(dataset, ConcatDataset):
-        return " and ".join(told_of(each, around) for each in dataset.datasets)
+        return " and ".join(digest_of(each, around) for each in dataset.datasets)
     length = len(dataset) if hasattr(dataset, "__len__") else "?"
     found = hashlib.sha256()
-    for name, values in _entries_by_row(dataset, length):
+    for name, values in _entries_by_sample(dataset, length):
         found.update(name.encode())
         for part in _bytes_of(values):
             found.update(part)
@@ -274,7 +277,7 @@ def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
     for name, held in sorted(getattr(dataset, "__dict__", {}).items()):
         inner = isinstance(held, Dataset) or hasattr(held, "_fingerprint")
         if inner and id(held) not in around:
-            found.update(f"{name} {told_of(held, around)}".encode())
+            found.update(f"{name} {digest_of(held, around)}".encode())
     if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format") and length != "?":
         for part in _bytes_of(_some_samples(dataset)):
             found.update(part)
@@ -282,10 +285,10 @@ def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
 
 
 def _some_samples(dataset: Any) -> list[Any]:
-    """Of a data set of Hugging Face, evenly spaced, as they are stored.
+    """Returns evenly spaced samples of a Hugging Face data set, as they are stored.
 
-    Its fingerprint says how it was made, and is another one in each process where a function that it
-    was mapped by cannot be hashed, as of trainers that tokenize.
+    Its fingerprint describes how it was made. The fingerprint differs between processes if the data set
+    was mapped by a function that cannot be hashed, as by trainers that tokenize.
     """
     length = len(dataset)
     places = np.unique(np.linspace(0, length - 1, min(_ROWS, length)).astype(np.int64))
@@ -293,8 +296,8 @@ def _some_samples(dataset: Any) -> list[Any]:
     return [[name, table.column(name).to_pylist()] for name in sorted(table.column_names)]
 
 
-def _entries_by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
-    """What a data set is, or holds, with an entry for each of its samples."""
+def _entries_by_sample(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the containers with an entry per sample that a data set is or holds, by name."""
     for name, values in (("", dataset), *held(getattr(dataset, "__dict__", {}))):
         table = hasattr(values, "iloc") and hasattr(values, "to_numpy")
         known = table or type(values) in (list, tuple) or isinstance(values, (Tensor, np.ndarray))
@@ -311,7 +314,7 @@ def _entries_by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
 
 
 def held(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a data set holds, by name, and the columns of mappings among that (a tokenizer's)."""
+    """Yields what a data set holds, by name, and the columns of its mappings (a tokenizer's)."""
     for name, values in sorted(by_name.items()):
         yield name, values
         if isinstance(values, Mapping):
@@ -319,7 +322,7 @@ def held(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes_of(values: Any) -> Iterator[bytes]:
-    """Of strings what follows the last slash: files may lie in another folder on another machine."""
+    """Yields the bytes of values. Of paths only the file name, as folders differ between machines."""
     if isinstance(values, Tensor):
         yield digest([values]).encode()
     elif isinstance(values, np.ndarray) and values.dtype != object:
@@ -342,94 +345,96 @@ def _bytes_of(values: Any) -> Iterator[bytes]:
 
 
 _PLACES = 64
-"""That are looked at, evenly spaced."""
+"""Number of entries that are probed, evenly spaced."""
 _BYTES = 2**28
-"""Of a tensor or an array whose samples are looked for; of larger ones only some entries of each
-sample."""
+"""Bytes of a tensor or an array that are compared. Of larger ones only some entries of each sample."""
 
 
 class SameSamples:
-    """What a data set was when `make_private` was called.
+    """Compares a data set with what it was when `make_private` was called.
 
-    No Snapshot, for entries may change: it is asked where they are now. Formal guarantee: none: a few
-    samples that change places, and data sets that hold no entry for each sample, are not seen.
+    It is no Snapshot, because entries may change. It checks the positions of entries. There is no formal
+    guarantee. A few samples that move, and data sets without an entry per sample, are not detected.
 
     Args:
-        dataset: of the loader. unit: int64 [samples], whose each sample is, -1 for samples that are
-            never drawn; None where samples are drawn one by one, and only their number matters.
+        dataset: the loader's data set.
+        unit: int64 [samples], the unit of each sample, -1 for samples that are never drawn. None: single
+            samples are drawn, and only their number matters.
     """
 
     def __init__(self, dataset: Any, unit: Tensor | None = None) -> None:
-        self._dataset, self._rows = dataset, len(dataset)
+        self._dataset, self._samples = dataset, len(dataset)
         self._parts = [] if unit is None else parts_of(dataset)
-        self._looks: list[dict[str, _Look]] = []
+        self._probes: list[dict[str, _ColumnProbe]] = []
         for part in self._parts:
             assert unit is not None
             length = length_of(part.dataset)
-            owner = np.full(length or 0, -1)
+            unit_of = np.full(length or 0, -1)
             if length is not None:
-                owner[part.rows] = unit.numpy()[part.places]
-            columns = dict(_columns(part.dataset, len(owner)))
-            self._looks.append({name: _look(column, owner) for name, column in columns.items()})
+                unit_of[part.samples] = unit.numpy()[part.places]
+            columns = dict(_columns(part.dataset, len(unit_of)))
+            self._probes.append({name: _probe(column, unit_of) for name, column in columns.items()})
 
     def check(self) -> None:
-        """When a pass over the data begins.
+        """Checks the data set when a pass over the data begins.
 
         Raises:
-            StepError: samples are gone, or are at other places.
+            StepError: samples were removed, or have moved.
         """
         samples = len(self._dataset)
-        if samples < self._rows:
+        if samples < self._samples:
             raise StepError(
-                f"the data set ({type(self._dataset).__name__}) has {samples} rows, and had "
-                f"{self._rows} "
-                "when make_private was called, which are drawn by their numbers; call make_private "
-                "again, on a data loader of the rows that are left"
+                f"The data set ({type(self._dataset).__name__}) has {samples} samples, and had "
+                f"{self._samples} when make_private was called, which may still be drawn. Call "
+                "make_private again, with a data loader of the remaining samples.",
+                doc="data-order",
             )
         if not self._parts:
             return
         now = parts_of(self._dataset)
         if not all(map(self._as_before, now, self._parts)) or len(now) < len(self._parts):
-            self._refuse(type(self._dataset).__name__)
-        for part, looks in zip(now, self._looks, strict=False):
-            columns = dict(_columns(part.dataset, len(part.dataset))) if looks else {}
-            for name, look in looks.items():
-                if name in columns and look.moved(columns[name]):
+            self._raise_moved(type(self._dataset).__name__)
+        for part, probes in zip(now, self._probes, strict=False):
+            columns = dict(_columns(part.dataset, len(part.dataset))) if probes else {}
+            for name, probe in probes.items():
+                if name in columns and probe.moved(columns[name]):
                     kind = type(part.dataset).__name__
-                    self._refuse(f"{kind}.{name}" if name else kind)
+                    self._raise_moved(f"{kind}.{name}" if name else kind)
 
     def _as_before(self, now: Part, before: Part) -> bool:
-        old = now.places < self._rows  # samples behind them are never drawn
-        places, samples = now.places[old], now.rows[old]
-        return np.array_equal(places, before.places) and np.array_equal(samples, before.rows)
+        old = now.places < self._samples  # samples after these are never drawn
+        places, samples = now.places[old], now.samples[old]
+        return np.array_equal(places, before.places) and np.array_equal(samples, before.samples)
 
-    def _refuse(self, name: str) -> None:
+    def _raise_moved(self, name: str) -> None:
         raise StepError(
-            f"rows of the data set ({name}) are at other places than when make_private was called, and "
-            "unit_ids says whose a row is by its place, so that rows of several units would be clipped "
-            "as one; leave the order as it is (rows are drawn at random anyway), or call make_private "
-            "again with the ids in the new order"
+            f"Samples of the data set ({name}) moved after make_private, and unit_ids "
+            "identifies the unit of each by its position. Keep the order, or call make_private again "
+            "with the ids in the new order.",
+            doc="privacy-units",
         )
 
 
 @dataclass(frozen=True, eq=False)
-class _Look:
-    """Entries of one column, at some places.
+class _ColumnProbe:
+    """Probed entries of one column.
 
     Args:
-        owner: int64 [samples], whose each sample is. places: that are looked at. stride: of the
-            entries of a sample. keys: equal where entries are. kept: the entries, whose identities
-            are keys.
+        unit: int64 [samples], the unit of each sample.
+        places: int64, positions of the probed entries.
+        stride: stride over the numbers of an entry.
+        keys: keys of the entries, equal if the entries are.
+        kept: the entries themselves, if keys are their identities.
     """
 
-    owner: np.ndarray
+    unit: np.ndarray
     places: np.ndarray
     stride: int
     keys: Sequence[Any]
     kept: Any
 
     def moved(self, column: Any) -> bool:
-        """Most entries that are not where they were are, each at one place only, elsewhere."""
+        """Whether most entries that left their position are found elsewhere, at one position each."""
         now = _keys(column, self.places, self.stride)
         gone = [i for i, key in enumerate(self.keys) if key != now[i]]
         if not gone:
@@ -438,27 +443,27 @@ class _Look:
         for place, key in enumerate(_keys(column, None, self.stride)):
             if key in found:
                 found[key].append(place)
-        times = Counter(self.keys)  # what stood at several places tells nothing: a label, None
+        times = Counter(self.keys)  # entries at several positions (a label, None) show nothing
         alone = [i for i in gone if times[self.keys[i]] == len(found[self.keys[i]]) == 1]
         once = [(self.places[i], found[self.keys[i]][0]) for i in alone]
         others = any(
-            place >= len(self.owner) or self.owner[place] != self.owner[before]
+            place >= len(self.unit) or self.unit[place] != self.unit[before]
             for before, place in once
         )
         return others and 2 * len(once) > len(gone)
 
 
-def _look(column: Any, owner: np.ndarray) -> _Look:
-    samples = len(owner)
+def _probe(column: Any, unit: np.ndarray) -> _ColumnProbe:
+    samples = len(unit)
     places = np.unique(np.linspace(0, samples - 1, min(_PLACES, samples)).astype(np.int64))
     size = getattr(column, "nbytes", 0)
     stride = max(1, -(-size // _BYTES)) if isinstance(size, int) else 1
     kept = [column[i] for i in places.tolist()] if isinstance(column, (list, tuple)) else None
-    return _Look(owner, places, stride, _keys(column, places, stride), kept)
+    return _ColumnProbe(unit, places, stride, _keys(column, places, stride), kept)
 
 
 def _keys(column: Any, places: np.ndarray | None, stride: int) -> Sequence[Any]:
-    """Of the entries at these places, or of all: of a list their identities, else what they hold."""
+    """Returns keys of the entries at these positions, or of all. For a list they are identities."""
     if isinstance(column, (list, tuple)):
         return [id(column[i]) for i in (range(len(column)) if places is None else places.tolist())]
     if isinstance(column, Tensor):
@@ -478,12 +483,11 @@ def _keys(column: Any, places: np.ndarray | None, stride: int) -> Sequence[Any]:
 
 
 def _columns(dataset: Any, samples: int, around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """What a data set is, or holds, with an entry for each sample, by name; also of one around
-    another."""
+    """Yields the containers with an entry per sample that a data set, or one that it wraps, holds."""
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
     numbered = ((f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors))
     for name, values in (("", dataset), *numbered, *held(getattr(dataset, "__dict__", {}))):
-        if _by_row(values) and len(values) == samples > 0:
+        if _has_entries(values) and len(values) == samples > 0:
             yield name, values
         elif isinstance(values, Dataset) and values is not dataset and id(values) not in around:
             inside = length_of(values) == samples
@@ -493,7 +497,7 @@ def _columns(dataset: Any, samples: int, around: tuple[int, ...] = ()) -> Iterat
                 yield f"{name}.{inner}", column
 
 
-def _by_row(values: Any) -> bool:
+def _has_entries(values: Any) -> bool:
     if type(values) in (list, tuple):
         return True
     if isinstance(values, Tensor):

@@ -1,4 +1,4 @@
-"""How samples are drawn, said once, and what the accountant records of such steps."""
+"""The sampling design of a run, and what the accountant records of its steps."""
 
 from __future__ import annotations
 
@@ -23,120 +23,120 @@ from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 POISSON = "Poisson"
-"""Every unit is in a draw independently of all others."""
+"""Every unit is in a sampled batch independently of all others."""
 TRUNCATED = "truncated Poisson"
-"""The same, and a draw of more than max_batch_size units is cut to a uniformly random subset."""
+"""Poisson sampling, and a batch of more than max_batch_size units is cut to a random subset."""
 SHUFFLED = "shuffled"
-"""A random order, cut into batches: no unit is drawn independently of the others."""
+"""A random order, cut into batches. No unit is drawn independently of the others."""
 GIVEN_ORDER = "given order"
-"""An order that is not drawn here: the loader's own sampler, a sequence, a list of batches."""
+"""An order that fastclip does not draw, from the loader's own sampler, a sequence or a list."""
 STREAM = "stream"
-"""Nobody knows which samples come, and how often in a pass: an IterableDataset, a Poisson sampler of the
-user's own."""
+"""It is unknown which samples come, and how often in a pass. The source is an IterableDataset, or a
+user's Poisson sampler."""
 
 ENDLESS = sys.maxsize
-"""Draws in a pass over a stream that has no length: no run has as many."""
+"""Number of batches in a pass over a stream without a length. No run has as many."""
 
 
 def epochs_of(steps: int, a_pass: int) -> float:
-    """A number of epochs e for which `steps` steps are planned, where a pass has `a_pass`.
+    """Number of epochs for which `steps` steps are planned, if a pass has `a_pass` steps.
 
-    `steps / a_pass` may come out one step too long, by rounding (7 / 25 of 25 steps are 8).
+    `steps / a_pass` may be one step too long, by rounding (7 / 25 of 25 steps are 8).
     """
     return max(0.0, (steps - 0.5) / a_pass)
 
 
 @dataclass(frozen=True)
 class SamplingDesign:
-    """All about how the samples of a step are drawn.
+    """How the samples of a step are drawn.
 
-    Privacy is stated for units: samples, or what several samples have in common (a patient).
+    Privacy is stated for privacy units. A unit is a sample, or several samples (of a patient).
 
-    Formal guarantee: where `poisson`, every unit is in a draw independently of all others and of the
-    draws before, with a probability of at most `rate` (of `rates[i]`, unit i). Where `public` neither
-    `rate` nor `expected_batch_size` depends on the number of units, so that neighbors may differ in
-    one that was added or removed. Else they follow from that number, and neighbors are data sets of
-    the same, public number, one unit of which contributes nothing (zero-out). Truncated draws are those
-    of "Tighter Privacy Analysis for Truncated Poisson Sampling" (arXiv 2508.15089): a Poisson draw
-    first, then a uniformly random subset; their price depends on `units`, too.
+    Formal guarantee: if `poisson`, every unit is in a sampled batch independently of all others and of
+    earlier batches, with a probability of at most `rate` (`rates[i]` for unit i). If `public`, neither
+    `rate` nor `expected_batch_size` depends on the number of units, and neighbors may differ in one unit
+    that was added or removed. Otherwise both depend on that number. Neighbors are then data sets of the
+    same, public number, one unit of which contributes nothing (zero-out). Truncated batches are those of
+    "Tighter Privacy Analysis for Truncated Poisson Sampling" (arXiv 2508.15089), Poisson batches that
+    are cut to a uniformly random subset. Their privacy cost depends on `units`, too.
     """
 
     sampler: str
     """POISSON, TRUNCATED, SHUFFLED, GIVEN_ORDER or STREAM."""
     rate: float
-    """q, the largest probability to be in a draw; of what is not Poisson, 1 / steps."""
+    """q, the largest probability to be in a batch. Without Poisson sampling, 1 / steps."""
     expected_batch_size: float
     """B, the divisor of the noisy sums, in units."""
     steps: int
-    """Draws in one pass over the data; ENDLESS of a stream without a length."""
+    """Batches in one pass over the data. ENDLESS for a stream without a length."""
     units: int
-    """N, how many may be drawn; 0 of a stream without a length."""
+    """N, the number of units that may be drawn. 0 for a stream without a length."""
     rates: Tensor | None = field(default=None, compare=False)
-    """Sample-wise probabilities, float64 [n], where they differ."""
+    """Probability of each sample, float64 [n], if they differ."""
     public: bool = False
-    """q and B were given, so that neither depends on N."""
+    """q and B were given. Neither depends on N."""
     max_batch_size: int | None = None
-    """Most units of a truncated draw."""
+    """Largest number of units in a truncated batch."""
     unit: str = "row"
-    """What is drawn, clipped and protected as one: "sample", or "unit" of several samples."""
+    """The privacy unit, drawn and clipped as one: "row" (a sample), or "unit" of several samples."""
     max_samples_per_unit: int | None = None
-    """Samples of a unit that one draw takes at most, chosen anew each time."""
+    """Largest number of samples of a unit in one batch, chosen anew each time."""
     unit_reduction: str | None = None
     """A unit's gradient is the "mean" or the "sum" of its samples' gradients."""
     secure: bool = False
     """Drawn from cryptographic randomness."""
     readers: int = 1
-    """Workers that read a stream side by side, each of which may bring every sample."""
+    """Number of workers that read a stream in parallel. Each may bring every sample."""
     canaries: Canaries | None = None
-    """Samples of an audit that are among those of the data set."""
+    """Samples of an audit that are in the data set."""
 
     @property
     def protected(self) -> Protected:
-        """Whom steps of such draws protect; N stays secret where q and B were given, and no draw is cut,
-        whose price depends on N."""
+        """Whom the steps protect. N is secret if q and B were given and no batch is truncated.
+
+        The privacy cost of truncated batches depends on N.
+        """
         return Protected(frozenset({self.unit}), self.public and self.max_batch_size is None)
 
     @property
     def poisson(self) -> bool:
-        """Units are drawn independently, so that amplification by sampling holds."""
+        """Whether units are drawn independently. Amplification by sampling holds then."""
         return self.sampler in (POISSON, TRUNCATED)
 
     def described(self) -> str:
-        """All of it in words, rates by sample included, to be held against another process' design."""
+        """Describes the design, with all rates, to compare it with another process' design."""
         rates = None if self.rates is None else hash(tuple(self.rates.tolist()))
         return f"{replace(self, rates=None)}, rates {rates}"
 
     def steps_in(self, epochs: float) -> int:
-        """Steps in `epochs` passes; `steps_of(rate, epochs)` wherever 1 / q is the length of a pass.
+        """Number of steps in `epochs` passes. It is `steps_of(rate, epochs)` if a pass has 1 / q steps.
 
         Raises:
             ArgumentError: a stream has no length.
         """
         if self.steps == ENDLESS:
             raise ArgumentError(
-                "epochs needs the length of a pass, and the data set is an IterableDataset without one. "
-                "Give it a __len__, or pass noise_multiplier to make_private"
+                "epochs expects a data set with a length, got an IterableDataset without one. Give it a "
+                "__len__, or pass noise_multiplier to make_private."
             )
         return in_passes(self.steps, epochs)
 
 
 # -------------------------------------------------------------------------------------------------
-# Streams that are read side by side: each worker of a loader reads an IterableDataset of its own.
+# Streams that are read in parallel. Each worker of a loader reads an IterableDataset of its own.
 
 
 SHARDED = "sharded_by_worker"
-"""An attribute of a data set: True says that no two workers bring the same sample."""
+"""Attribute of a data set. True states that no two workers bring the same sample."""
 TWICE = (
-    "this step joins {joined} backward passes over a stream that {readers} workers of the data loader "
-    "read side by side, and each of them brings every row unless the data set shares them out, so a row "
-    "may be in the step {most} times: take a step after every batch, or pass num_workers=1 or 0; where "
-    "the data set shares its rows out (torch.utils.data.get_worker_info), say so by setting "
-    f"{SHARDED} = True on it"
+    "This step joins {joined} batches of a stream that {readers} workers read in parallel, so a sample "
+    "may be in it {most} times. Call optimizer.step() after every batch, or set "
+    f"{SHARDED} = True if the workers share the samples out."
 )
 
 
 def readers_of(loader: DataLoader) -> int:
-    """How many times a pass may bring a sample of a stream; 1 for data sets whose samples are drawn."""
+    """Number of times that a pass may bring a sample of a stream. 1 for other data sets."""
     dataset = loader.dataset
     if not isinstance(dataset, IterableDataset) or _sharded(dataset):
         return 1
@@ -152,11 +152,11 @@ def _sharded(dataset: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What an accountant records of steps whose samples are drawn in one design.
+# What an accountant records of steps of one sampling design.
 
 
 def accounted_rate(design: SamplingDesign) -> Rate:
-    """What an accountant is told in the place of q: a truncated draw as what it is."""
+    """Returns what an accountant records as the rate, q or the law of truncated batches."""
     if design.max_batch_size is None:
         return design.rate
     return TruncatedPoisson(design.rate, design.units, design.max_batch_size)
@@ -165,27 +165,28 @@ def accounted_rate(design: SamplingDesign) -> Rate:
 def planned_history(
     design: SamplingDesign, schedule: NoiseSchedule, noise_multiplier: float, epochs: float
 ) -> list[Entry]:
-    """What an accountant holds after `epochs` passes.
+    """Returns what an accountant holds after `epochs` passes.
 
     Args:
-        design: how samples are drawn. schedule: of the noise. noise_multiplier: sigma_1, of the
-        first step.
+        design: the sampling design.
+        schedule: schedule of the noise.
+        noise_multiplier: sigma_1, of the first step.
 
     Returns:
         (sigma, q, steps) in order, as `Releases` records it.
     """
     stages = schedule.runs(design.steps_in(epochs))
-    if design.poisson:  # of which there may be many
+    if design.poisson:  # there may be many steps
         rate = accounted_rate(design)
         return runs((noise_multiplier * factor, rate, length) for factor, length in stages)
     return records(design, [noise_multiplier * f for f, length in stages for _ in range(length)])
 
 
 def records(design: SamplingDesign, sigmas: Sequence[float]) -> list[Entry]:
-    """What an accountant holds after steps of these noise multipliers.
+    """Returns what an accountant holds after steps of these noise multipliers.
 
     Args:
-        sigmas: of steps in their order; the first begins a pass over the data.
+        sigmas: noise multipliers of the steps, in order. The first begins a pass over the data.
     """
     if design.poisson or design.sampler == STREAM:
         rate = accounted_rate(design) if design.poisson else 1.0
@@ -202,39 +203,39 @@ def records(design: SamplingDesign, sigmas: Sequence[float]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class AsPlanned:
-    """A noise schedule whose stages are what an accountant records, not steps; see `planned_history`."""
+    """A noise schedule whose stages are the accountant's records, as in `planned_history`."""
 
     design: SamplingDesign
     schedule: NoiseSchedule
     epochs: float
 
     def factor(self, step: int) -> float:
-        """Of the noise itself."""
+        """Factor of the noise in a step."""
         return self.schedule.factor(step)
 
     def runs(self, length: int) -> list[tuple[float, int]]:
-        """(factor, number of records) of the whole run; its number of records must be `length`."""
+        """Returns (factor, number of records) of the whole run, which must have `length` records."""
         entries = planned_history(self.design, self.schedule, 1.0, self.epochs)
         assert sum(count for *_, count in entries) == length
         return [(factor, count) for factor, _, count in entries]
 
 
 class Releases:
-    """Records each real step of one model, as its samples were drawn.
+    """Records each real step of one model, according to how its samples were drawn.
 
-    Formal guarantee: Poisson steps are subsampled Gaussian mechanisms at the design's rate. Of a
-    shuffled or given order a sample is in one step of each pass, and which one does not depend on
-    what it
-    holds: for neighbors in which a sample is zeroed out, a pass is one Gaussian mechanism of q = 1 with
-    the noise of that step (parallel composition), recorded at the least noise of the pass. A step that
-    may be on samples of another one of the pass (`Pace`) is a mechanism of its own, and so is every
-    step on a stream, or on batches that no loader has told of, with the noise over their number
-    (`UnknownPasses`).
+    Formal guarantee: Poisson steps are subsampled Gaussian mechanisms at the design's rate. In a
+    shuffled or given order a sample is in one step of each pass, and its content does not influence
+    which one. For neighbors in which a sample is zeroed out, a pass is therefore one Gaussian mechanism
+    of q = 1 with the noise of that step (parallel composition). It is recorded at the least noise of the
+    pass. A step that may hold samples of another step of the pass (`Pace`) is a mechanism of its own. So
+    is every step on a stream, and every step on batches of an unknown source, whose noise multiplier is
+    divided by their number (`UnknownPasses`).
 
     Args:
-        design: how samples are drawn. draws: of the loader. accountant: who records, when a step is
-        taken.
-        ranks: who take each step together, where several train.
+        design: the sampling design.
+        draws: the sampled batches of the loader.
+        accountant: returns the ledger that records a step.
+        ranks: the ranks that take each step together. None: one process.
     """
 
     def __init__(
@@ -245,38 +246,39 @@ class Releases:
         self._of_ranks = ranks is not None
         self._rate: Any = accounted_rate(design)
         self._taken: Counter[float] = Counter()
-        """Steps of one Poisson draw each, by their noise multiplier."""
+        """Number of steps of one Poisson batch each, by noise multiplier."""
         self.steps = 0
-        """That were recorded, of this model."""
+        """Number of recorded steps of this model."""
 
     @property
     def ledger(self) -> Ledger:
-        """Where steps are recorded from now on."""
+        """The ledger that records steps from now on."""
         return self._accountant()
 
     def __call__(self, optimizer: DPOptimizer) -> None:
-        """A step is about to be released.
+        """Records a step that is about to be released.
 
         Raises:
-            StepError: it joins more batches than one pass has, or batches that may hold the same
-            samples.
-            ArgumentError: it protects another unit than the steps that the accountant knows.
+            StepError: the step joins more batches than one pass has, or batches that may hold the same
+                samples.
+            ArgumentError: the step protects another unit than the recorded steps.
         """
         joined = optimizer.accumulated_iterations
         if joined > self.design.steps:
             raise StepError(
-                f"this step joins {joined} batches, more than the {self.design.steps} of one pass "
-                "over the data, so rows are in it twice; call optimizer.step() more often"
+                f"This step joins {joined} batches, more than the {self.design.steps} of one pass over "
+                "the data, so it holds samples twice. Call optimizer.step() more often."
             )
         if joined > 1 and (readers := self.design.readers) > 1:
             most = min(joined, readers)
-            raise StepError(TWICE.format(joined=joined, readers=readers, most=most))
+            twice = TWICE.format(joined=joined, readers=readers, most=most)
+            raise StepError(twice, doc="sampling")
         accountant, sigma = self._accountant(), optimizer.noise_multiplier
         accountant.protected = accountant.protected.beside(self.design.protected)
         accountant.taken_by(ranks=self._of_ranks)
         releasing = getattr(optimizer, "releasing", True)
         shares = self._unknown(joined, releasing)
-        if shares > (not self.design.poisson):  # one alone is a step like any other there
+        if shares > (not self.design.poisson):  # without Poisson, a single one is a normal step
             self._draws.unknown.say(self.design.rate if self.design.poisson else None)
             with accountant.on_all_ranks():
                 accountant.step(noise_multiplier=sigma / shares, sample_rate=1.0)
@@ -288,19 +290,19 @@ class Releases:
             self._taken[sigma] += joined == 1
             self.steps += 1
             return
-        told = self.design.sampler != STREAM and releasing
-        passes = self._draws.released if told else []
+        known = self.design.sampler != STREAM and releasing
+        passes = self._draws.released if known else []
         cuts = accountant.check_cuts()
         costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
         with accountant.on_all_ranks():
-            for _ in range(len(costly) if passes else 1):  # nothing may tell which samples it holds
+            for _ in range(len(costly) if passes else 1):  # its samples may be unknown
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
         for each in costly:
             each.recorded, each.cuts = sigma, accountant.check_cuts()
         self.steps += 1
 
     def _unknown(self, joined: int, releasing: bool) -> int:
-        """How often a sample may be in a release with batches that no loader has told of; 0: none is."""
+        """Times that a sample may be in a release with batches of unknown source. 0: there are none."""
         draws = self._draws
         if not releasing:  # `add_noise` was called by hand
             return 0 if draws.watching and self.design.poisson else joined
@@ -308,25 +310,27 @@ class Releases:
         return unknown and unknown + bool(draws.released)
 
     def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:
-        """What a whole history is for a sample that the steps taken here have drawn with another rate.
+        """Returns the history for a sample that the steps taken here drew with a rate of its own.
 
         Args:
-            history: of the accountant. rate: q_i, at most the design's, which all were recorded at.
+            history: the accountant's history.
+            rate: q_i, at most the design's rate, at which all steps were recorded.
 
         Raises:
-            ArgumentError: for a rate that no sample can have.
+            ArgumentError: no sample can have this rate.
         """
         if not self.design.poisson or self.design.max_batch_size is not None:
             raise ArgumentError(
-                "a rate of its own is known for rows that are drawn by Poisson sampling without "
-                f"max_batch_size, and these are drawn as {self.design.sampler}"
+                "rate expects samples drawn by Poisson sampling without max_batch_size, got "
+                f"{self.design.sampler!r}. Call get_epsilon instead.",
+                doc="privacy-budget",
             )
         try:
             number = between("rate", rate, 0, self.design.rate, closed=True)
         except (ArgumentError, ArgumentTypeError) as error:
             raise ArgumentError(
-                f"rate expects one of this loader's rows, above 0 and at most {self.design.rate:.6g}, "
-                f"got {rate!r}"
+                "rate expects that of a sample of this loader, above 0 and at most "
+                f"{self.design.rate:.6g}, got {rate!r}."
             ) from error
         left = Counter(self._taken)
         found: list[Entry] = []

@@ -1,13 +1,13 @@
 """Which sampled batch a backward pass trains on, and how many samples it holds.
 
-Epsilon is stated for the samples that the loader draws: each contributes once to the one release of its
-draw. So the loader's sampler tells of every draw as it is made (fastclip.data.loader), and the samples
-that a backward pass credits are held against it. Loader workers draw ahead, so a batch is told by its
-place: the DataLoader's iterator knows the place of the batch that it draws and how many it has
-handed out.
+Epsilon assumes that each sample that the loader draws contributes once to the one release of its batch.
+The loader's sampler therefore reports every batch that it draws (`fastclip.data.loader`), and the
+samples of a backward pass are compared with it. Loader workers draw ahead, so a batch is identified by
+its position. The DataLoader's iterator knows the position of the batch that it draws, and how many it
+has handed out.
 
 A batch that was handed out and not used was skipped by the loop, or waits in a prefetcher
-(Accelerate's, a list); the numbers of samples, and the order of draws and uses, tell which.
+(Accelerate's, a list). The numbers of samples and the order of draws and uses decide which.
 """
 
 from __future__ import annotations
@@ -43,42 +43,46 @@ from fastclip.errors import BatchSizeError, StepError, say
 from fastclip.ops.units import UnitSamples
 
 # -------------------------------------------------------------------------------------------------
-# Whether a loop uses the batches that it is handed out one for one, or may use some of them again.
+# Whether a loop uses each batch that it is handed out once, or may use some of them again.
 
 
 class Pace:
-    """That of one private model without Poisson sampling, where a pass over the data costs one step.
+    """The pace of a loop without Poisson sampling, in which a pass over the data costs one step.
 
-    Which of the batches that are out a step has used cannot be told. A plain loop and a prefetcher use
-    each once: they are handed out another for every step, until a prefetcher uses what it is ahead by.
-    A step beyond that may be on a batch that another step of the pass was on.
+    It is unknown which of the handed-out batches a step has used. A plain loop and a prefetcher use each
+    once. They get another batch for every step, until a prefetcher uses up those that it is ahead by.
+    Any further step may be on a batch that another step of the pass was on.
     """
 
     def __init__(self) -> None:
         self.ahead = inf
-        """Fewest batches of this pass that were out beyond those being used."""
+        """Fewest batches of this pass that were out in addition to those in use."""
         self._steady = 0
-        """Steps of this pass that went with a batch of their own, while more were to come."""
+        """Steps of this pass with a batch of their own, while more were to come."""
         self._behind = 0
-        """Steps without one, less the batches that came later."""
+        """Steps without a batch of their own, minus the batches that came later."""
         self._new: int | None = None
-        """Batches handed out since the last step; None: none that was out has been used since."""
+        """Batches handed out after the last step. None: none that was out has been used."""
         self._newest: Any = None
-        """Batch that was out when one was used last."""
+        """Newest batch that was out at the last use."""
         self._more = False
-        """More were to come then."""
+        """Whether more were to come at the last use."""
         self._said = False
 
     def begin(self) -> None:
-        """Another pass begins."""
+        """Begins another pass."""
         self.ahead, self._steady = inf, 0
 
     def see(self, ahead: int) -> None:
-        """So many are out beyond those that are being used."""
+        """Notes the number of batches that are out in addition to those in use."""
         self.ahead = min(self.ahead, max(ahead, 0))
 
     def use(self, out: Sequence[Any], *, more: bool) -> None:
-        """One of the batches that are out, in order, is used; `more` of this pass are to come."""
+        """Notes the use of one of the batches that are out, in order.
+
+        Args:
+            more: more batches of this pass are to come.
+        """
         known = out.index(self._newest) + 1 if self._newest in out else 0
         self._new = (self._new or 0) + len(out) - known
         self._newest, self._more = out[-1], more
@@ -86,10 +90,10 @@ class Pace:
             self.see(len(out) - 1)
 
     def step(self) -> bool:
-        """A step is released; whether it is on batches that no other step of the pass was on."""
+        """Notes a release. Returns whether no other step of the pass used its batches."""
         new, self._new = self._new, None
         if new is None:
-            return True  # whoever knows no batch counts for itself
+            return True  # steps without a known batch are counted elsewhere
         self._behind = max(0, self._behind + 1 - new)
         if new:
             self._steady += self._more
@@ -100,76 +104,76 @@ class Pace:
         if not self._said:
             self._said = True
             say(
-                "steps are taken on batches that were kept, and it cannot be told on which: each "
-                "of these is accounted at a sampling rate of 1, as if the others had its rows, too; "
-                "iterate over the data loader that make_private returned in every pass, and use each "
-                "batch as it comes"
+                "Steps reuse batches that were kept, so each such step is recorded at a sampling rate "
+                "of 1. Iterate over the data loader that make_private returned in every pass, and use "
+                "each batch as it comes.",
+                doc="sampling",
             )
         return False
 
 
 # -------------------------------------------------------------------------------------------------
-# Backward passes over batches of which no data loader has told: which samples they hold is not known.
+# Backward passes over batches of an unknown source, whose samples are not known.
 #
-# The fast mode refuses them under Poisson sampling. Opacus' modes take them, as Opacus does
-# (batches of the loader that was given to make_private, made by hand, kept), and without Poisson
-# sampling every mode does, for as long as the returned loader was never iterated over; what they
-# release is accounted for what it is.
+# The fast mode raises an error for them under Poisson sampling. Opacus' modes accept them, as Opacus
+# does (batches of the loader that was given to make_private, made by hand, kept). Without Poisson
+# sampling every mode accepts them as long as the returned loader was never iterated over. Their
+# releases are recorded without amplification.
 
 
 class UnknownPasses:
-    """Those of one private model.
+    """Passes of one private model over batches of an unknown source.
 
-    Formal guarantee: a sample is once in a pass at most, and clipped at C in each, so that a
-    release of n such passes, and of known draws beside them, is a Gaussian mechanism of q = 1 whose
-    noise multiplier is divided by n (by n + 1). Nothing is amplified: a sample may be in every one.
+    Formal guarantee: a sample is at most once in a pass, and clipped at C in each. A release of n such
+    passes is therefore a Gaussian mechanism of q = 1 whose noise multiplier is divided by n. With
+    batches of the loader in addition it is divided by n + 1. Nothing is amplified, because a sample may
+    be in every pass.
     """
 
     def __init__(self) -> None:
         self.gathered = 0
-        """In the logical batch that is being gathered."""
+        """Number of passes in the logical batch that is being gathered."""
         self.released = 0
-        """In the one that was released last."""
+        """Number of passes in the last released one."""
         self._said = False
 
     def release(self) -> None:
-        """A real step has used up the logical batch."""
+        """Ends the logical batch after a real step."""
         self.released, self.gathered = self.gathered, 0
 
     def say(self, rate: float | None) -> None:
-        """Warn once why epsilon is larger than of draws, and name the way out.
+        """Warns once why epsilon is larger than for sampled batches, with the suggested fix.
 
         Args:
-            rate: of Poisson draws; None: without them, where a step joins several such passes.
+            rate: rate of Poisson sampling. None: without it, for a step that joins several passes.
         """
         if self._said:
             return
         self._said = True
         why = (
-            "a row may be in each of those that one step joins: these steps are accounted with the "
-            "noise multiplier over their number"
+            "with their noise multiplier divided by the batches of a step"
             if rate is None
-            else "their rows are no Poisson sample: these steps are accounted at a sampling rate of 1, "
-            f"not of {rate:.4g}"
+            else f"at a sampling rate of 1 instead of {rate:.4g}"
         )
         say(
-            "steps are taken on batches that the data loader returned by make_private has not drawn "
-            f"(nobody has iterated over it), so {why}, which makes epsilon far larger; iterate over the "
-            "data loader that make_private returned, and use each of its batches once"
+            "Steps use batches that the data loader returned by make_private has not drawn, so they are "
+            f"recorded {why}, and epsilon is far larger. Iterate over the returned data loader, and use "
+            "each batch once.",
+            doc="sampling",
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# Whose the samples of a backward pass are: exactly those that were drawn, in their order, or refused.
+# The units of the samples of a backward pass, which must be exactly those drawn, in their order.
 #
-# Of single samples only the number matters. A unit's samples are clipped as one, so a pass must hold all
-# samples of a physical batch and no others: of fewer it is not known which were left out.
+# For single samples only their number matters. A unit's samples are clipped as one, so a pass must hold
+# all samples of a physical batch and no others. If it holds fewer, it is unknown which were left out.
 
 
 class PassedOver:
-    """Batches of units that were handed out, and that the loop has gone on without.
+    """Batches of units that were handed out and that the loop has passed over.
 
-    It may have kept them (a buffer that is shuffled, a list of several passes), so the batch of a later
+    The loop may have kept them (a shuffled buffer, a list of several passes). The batch of a later
     backward pass may be one of them.
     """
 
@@ -177,25 +181,27 @@ class PassedOver:
         self._batches: list[PhysicalBatch] = []
 
     def add(self, batches: Iterable[PhysicalBatch]) -> None:
-        """They were not used when a later one was, or when another pass over the data began."""
+        """Adds batches that were unused when a later one was used, or when another pass began."""
         self._batches += [b for b in batches if b.draw.units is not None and b.draw.size]
         del self._batches[:-_MOST]
 
     def new_pass(
         self, before: Iteration | None, left: Iterable[PhysicalBatch], direct: bool
     ) -> None:
-        """A pass over the data begins, after `before`, of which these batches are left.
+        """Begins a pass over the data.
 
         Args:
+            before: the pass before.
+            left: its batches that are left.
             direct: every batch was used as soon as it was handed out, or never.
         """
         if self._batches or not direct:
             self._batches = [b for b in self._batches if b.draw.iteration is before]
             self.add(left)
 
-    def beside(self, out: list[PhysicalBatch], batch: PhysicalBatch) -> list[PhysicalBatch]:
-        """All batches that a backward pass over `batch` may be over, where these are out."""
-        if len(out) == 1:  # used as soon as handed out; a pass that was only looked at is over
+    def candidates(self, out: list[PhysicalBatch], batch: PhysicalBatch) -> list[PhysicalBatch]:
+        """Returns all batches that a backward pass over `batch` may use, if `out` are out."""
+        if len(out) == 1:  # used as soon as handed out, so a pass without a use is over
             now = batch.draw.iteration
             self._batches = [
                 b for b in self._batches if b.draw.iteration.used or b.draw.iteration is now
@@ -207,62 +213,62 @@ def unit_samples(
     batch: PhysicalBatch, out: Sequence[PhysicalBatch], samples: int, most: int | None, *, again: bool,
     views: int = 1,
 ) -> UnitSamples:  # fmt: skip
-    """Whose the `samples` samples of a backward pass over `batch` are.
+    """Returns the units of the `samples` samples of a backward pass over `batch`.
 
     Args:
-        out: all batches that are out, and those that were passed over. Which of them is in hand is
-            inferred from how the loop has gone so far, which is enough for numbers of samples: here
-            any of them may be the one.
-        most: samples of the physical batches into which the loop cuts a draw; None: it does not.
+        out: all batches that are out or were passed over. `batch` is inferred from the loop so far,
+            which suffices for numbers of samples. Here the batch in hand may be any of them.
+        most: samples of the physical batches into which the loop splits a batch. None: it does not.
         again: the batch has had its pass.
-        views: of each sample, in the model's batch.
+        views: number of views of each sample in the model's batch.
 
     Raises:
-        BatchSizeError: other samples than were drawn. StepError: it may be another batch.
+        BatchSizeError: the samples are not those drawn.
+        StepError: it may be another batch.
     """
     units = batch.draw.units
     assert units is not None
     if not batch.draw.size:  # a placeholder, which contributes nothing
         if samples > 1 and any(
             other.draw.size for other in out
-        ):  # or another batch, which would be lost
-            raise StepError(UNCLEAR_UNITS)
+        ):  # possibly another batch, which would be lost
+            raise StepError(UNCLEAR_UNITS, doc="privacy-units")
         return UnitSamples(
             torch.zeros(samples, dtype=torch.int64, device="cpu"), 0, 0, units.reduction
         )
     part = _next_part(batch, most)
-    owners = units.rows_of(part)
+    samples_of_units = units.samples_of(part)
     if views > 1 and (again or samples != len(part)):
         raise BatchSizeError(
-            f"views={views} expects {views} rows for each of the {0 if again else len(part)} samples "
-            f"that the loader drew, got {views * samples} rows. Give the model every view of "
-            "every sample "
-            "in one call, and each batch once (BatchMemoryManager splits large batches)"
+            f"views={views} expects {views} views of each of the {0 if again else len(part)} samples "
+            f"that the loader drew, got {views * samples} samples. Pass every view of every sample to "
+            "the model in one call, and each batch once."
         )
-    if owners is None or again or samples != len(part):
+    if samples_of_units is None or again or samples != len(part):
         raise BatchSizeError(
-            f"expected all {0 if again else len(part)} rows that the loader drew of its units, each "
-            f"once and in their order, got {samples}: of other rows it cannot be told whose they "
-            "are. Let "
-            "collate_fn and the loop leave none out, add none and split none off (BatchMemoryManager "
-            "splits between units); filter rows before training"
+            f"Expected all {0 if again else len(part)} samples that the loader drew of its units, "
+            f"each once and in order, got {samples}. Do not filter, add or split samples in "
+            "collate_fn or in the loop (BatchMemoryManager splits between units).",
+            doc="privacy-units",
         )
     for other in out:
         if other is not batch and other.draw.size and other.draw.units is not None:
             theirs = _next_part(other, most)
-            same = other.draw.units.rows_of(theirs)
-            if len(theirs) == samples and (same is None or not same.owner.equal(owners.owner)):
-                raise StepError(UNCLEAR_UNITS)
-    return owners
+            same = other.draw.units.samples_of(theirs)
+            if len(theirs) == samples and (
+                same is None or not same.owner.equal(samples_of_units.owner)
+            ):
+                raise StepError(UNCLEAR_UNITS, doc="privacy-units")
+    return samples_of_units
 
 
 def _next_part(batch: PhysicalBatch, most: int | None) -> range:
-    """The samples of the draw that its next pass must hold."""
+    """Returns the samples of the batch that its next pass must hold."""
     draw = batch.draw
     assert draw.units is not None
     if batch.number is not None:
         if draw.units.cuts is None:
-            raise StepError(UNKNOWN_CUT)
+            raise StepError(UNKNOWN_CUT, doc="privacy-units")
         return draw.units.cuts[batch.number]
     parts = cut_between_units(draw.units.sizes, most)
     done = draw.credited
@@ -273,51 +279,52 @@ def _next_part(batch: PhysicalBatch, most: int | None) -> range:
 
 
 _MOST = 2**16
-"""Batches that may wait."""
+"""Largest number of batches that wait."""
 
 
 class SampledBatches:
-    """The draws of one data loader that one private model is trained on.
+    """The sampled batches of one data loader that one private model is trained on.
 
     Args:
-        independent: draws are independent samples (Poisson), so that no two may be joined.
-        required: a backward pass without a draw is refused; else only once the loader was iterated.
-        placeholders: an empty draw is handed out as one placeholder sample.
+        independent: batches are sampled independently (Poisson), and no two may be joined.
+        required: a backward pass without a sampled batch raises an error. If False, only after the
+            loader was iterated.
+        placeholders: an empty batch is handed out as one placeholder sample.
     """
 
     def __init__(self, *, independent: bool, required: bool, placeholders: bool = False) -> None:
         self.independent, self.required, self.placeholders = independent, required, placeholders
         self.watching, self.unknown = required, UnknownPasses()
         self._waiting: list[PhysicalBatch] = []
-        """Drawn and not used, in order."""
+        """Batches drawn and not used, in order."""
         self._used: list[PhysicalBatch] = []
-        """What the logical batch that is being gathered consists of."""
+        """Parts of the logical batch that is being gathered."""
         self.released: list[Iteration] = []
-        """The passes over the data that the last step belongs to; none where they are not known."""
+        """Passes over the data that the last step belongs to. Empty if they are not known."""
         self._newest: PhysicalBatch | None = None
         self._read_by: WeakKeyDictionary[Any, weakref.ref[Iteration]] = WeakKeyDictionary()
         self._largest = 0
         self._lags: bool | None = None
-        """Batches are handed out before the ones before them are used; None: not known yet."""
+        """Whether batches are handed out before earlier ones are used. None: not known yet."""
         self._last_out: PhysicalBatch | None = None
-        """The newest that was out when a batch was used last."""
+        """Newest batch that was out at the last use."""
         self._pace = Pace()
         self._locked = ""
-        """Which physical batch is in hand cannot be told any more in this iteration."""
+        """Message that says why the physical batch in hand is unknown for the rest of this iteration."""
         self.by_units = False
-        """Samples of units are drawn, which belong together."""
+        """Whether units are drawn, each with several samples."""
         self._passed = PassedOver()
         self.physical_samples: int | None = None
-        """Samples of the physical batches into which the training loop itself cuts a draw of units."""
+        """Samples of the physical batches into which the training loop itself splits units."""
         self.filling: Filling | None = None
-        """What makes all ranks hand out equally many physical batches, where they must."""
+        """Makes all ranks hand out equally many physical batches, if they must."""
         self.at_once = False
-        """The data set is asked for all samples of a draw at once (`SampledBatch.at_once`)."""
+        """Whether the data set is asked for all samples of a batch at once (`SampledBatch.at_once`)."""
         self.stream = False
-        """The samples come of a stream, so that a draw says only how many there are at most."""
+        """Whether the samples come from a stream, which may give fewer than were drawn."""
 
     def __reduce__(self) -> Any:
-        """A copy hears of no draws: loaders tell the original."""
+        """Makes a copy that hears of no batches, because loaders report to the original."""
         kind = {"independent": self.independent, "required": self.required}
         return partial(SampledBatches, placeholders=self.placeholders, **kind), ()
 
@@ -327,10 +334,11 @@ class SampledBatches:
         self, iteration: Iteration, size: int, units: UnitBatch | None, released_by: list[Any],
         *, at_once: bool = False,
     ) -> None:  # fmt: skip
-        """The batch sampler has drawn `size` samples, of these units, and told those of `released_by`.
+        """Notes that the batch sampler has drawn `size` samples of these units.
 
         Args:
-            at_once: as of Draw.
+            released_by: the models that release this batch.
+            at_once: as in `SampledBatch`.
         """
         self.by_units |= units is not None
         if not iteration.drawn:
@@ -342,24 +350,24 @@ class SampledBatches:
         place = iteration.next_place(who)
         last = self._waiting[-1] if self._waiting else None
         if last is not None and last.draw.iteration is iteration and last.place == place:
-            self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
+            self._waiting.pop()  # a sampler around this one skipped it, or reading it failed
         self._largest = max(self._largest, size)
         draw = SampledBatch(size, iteration, units, released_by=released_by, at_once=at_once)
         self._add(PhysicalBatch(draw, place))
 
     def exhausted(self, iteration: Iteration) -> None:
-        """The batch sampler was asked for a draw and had none."""
+        """Notes that the batch sampler has no more batches."""
         iteration.over = True
-        iteration.look()
+        iteration.update()
 
     def announce(self, skip: bool) -> bool:
-        """A splitting sampler draws a part of the newest draw; False where no loader is drawing."""
+        """Notes that a splitting sampler draws a part of the newest batch. False if no loader draws."""
         who = reading()
         known = None if who is None else self._read_by.get(who)
         iteration = None if known is None else known()
         if iteration is None or iteration.newest is None:
             return False
-        iteration.look()
+        iteration.update()
         newest = iteration.newest
         if newest.place == place_of(who) and newest.skip is None:
             newest.skip, newest.number = skip, 0
@@ -374,11 +382,11 @@ class SampledBatches:
             batch.draw.iteration.end_of(who)
         out = self._out()
         before = None if self._newest is None else self._newest.draw.iteration
-        # A prefetcher holds what is out still; a loop that only looked at it (an evaluation) does not.
+        # A prefetcher still holds what is out. A loop that only iterated (an evaluation) does not.
         held = self.independent and len(out) == 1 if self._lags is None else self._lags
         gone = {b for b in out if not held or b.skip is not None or b.draw.iteration is not before}
         if before is not None and before.alive and not before.over and out:
-            gone.discard(out[-1])  # a pass inside another, whose batch is in hand
+            gone.discard(out[-1])  # in hand in a pass around this one
         self._waiting = [b for b in self._waiting if b not in gone]
         self._passed.new_pass(before, [b for b in out if b in gone], self._lags is False)
         self.watching, self._lags, self._locked = True, None, ""
@@ -388,16 +396,16 @@ class SampledBatches:
 
     def _add(self, batch: PhysicalBatch) -> None:
         self._waiting.append(batch)
-        if len(self._waiting) > _MOST:  # a loop that trains elsewhere, such as a captured graph
+        if len(self._waiting) > _MOST:  # the loop trains elsewhere, as with a captured graph
             del self._waiting[: _MOST // 2]
         self._newest = batch.draw.iteration.newest = batch
 
     def _out(self) -> list[PhysicalBatch]:
-        """Handed out and not used, in order; those that never will be are forgotten."""
+        """Returns the batches handed out and not used, in order. Forgets those that never will be."""
         out, waiting = [], []
         for batch in self._waiting:
             iteration = batch.draw.iteration
-            handed = batch.place < iteration.look()
+            handed = batch.place < iteration.update()
             if handed:
                 out.append(batch)
             if handed or iteration.alive:
@@ -408,30 +416,30 @@ class SampledBatches:
     # The engine's side
 
     def reads(self, who: Any) -> bool:
-        """Whether the iterator of a DataLoader has drawn from this sampler."""
+        """Whether this iterator of a DataLoader has drawn from the sampler."""
         return who in self._read_by
 
     @property
     def in_hand(self) -> frozenset[int]:
-        """Samples of the draws that may be in hand; 0 alone where they are split, or of a stream."""
-        return PhysicalBatch.rows_of(self._out())
+        """Sizes of the batches that may be in hand. 0 alone if they are split, or come from a stream."""
+        return PhysicalBatch.sizes_of(self._out())
 
     @property
     def joined(self) -> int:
-        """Draws that the logical batch consists of."""
+        """Number of sampled batches in the logical batch."""
         return len({id(b.draw) for b in self._used})
 
     @property
     def last(self) -> PhysicalBatch | None:
-        """The batch used last, of the logical batch that is being gathered."""
+        """The last used batch of the logical batch that is being gathered."""
         return self._used[-1] if self._used else None
 
     def find(self, samples: int) -> PhysicalBatch | None:
-        """The batch that a backward pass over `samples` samples trains on; None where none is known.
+        """Returns the batch that a backward pass over `samples` samples trains on. None: not known.
 
         Raises:
-            StepError: no draw may be it, or it may not be joined with what is held.
-            BatchSizeError: more samples than were drawn.
+            StepError: no sampled batch matches, or it may not be joined with the held ones.
+            BatchSizeError: there are more samples than were drawn.
         """
         if not self.watching:
             return None
@@ -450,34 +458,35 @@ class SampledBatches:
     def _check_empty(self, passed_over: list[PhysicalBatch], iteration: Iteration) -> None:
         if self.independent and leaves_empty(passed_over, iteration):
             self._locked = EMPTY
-            raise StepError(EMPTY)
+            raise StepError(EMPTY, doc="sampling")
 
     def units_of(
         self, samples: int, views: int = 1
     ) -> tuple[PhysicalBatch | None, UnitSamples | None]:
-        """The batch of a backward pass, and whose its samples are; None where single samples are drawn.
+        """Returns the batch of a backward pass and its units. None if single samples are drawn.
 
         Args:
-            samples: without their views. views: of each in the model's batch.
+            samples: number of samples, without their views.
+            views: number of views of each in the model's batch.
 
         Raises:
-            StepError, BatchSizeError: as `find`, or it cannot be told whose they are.
+            StepError, BatchSizeError: as `find`, or the units of the samples are unknown.
         """
         batch = self.find(samples) if self.by_units else None
         if batch is None or batch.draw.units is None:
             return None, None
         again = batch.number is not None and batch in self._used
-        others = self._passed.beside(self._out(), batch)
+        others = self._passed.candidates(self._out(), batch)
         found = unit_samples(
             batch, others, samples, self.physical_samples, again=again, views=views
         )
         return batch, found
 
     def use(self, batch: PhysicalBatch, samples: int, calls: int = 1) -> bool:
-        """`samples` samples of `batch` contribute; False if it is an empty draw, so that none may.
+        """Credits `samples` samples of `batch`. False if the batch is empty, and none may contribute.
 
         Args:
-            calls: of the model under the one loss.
+            calls: number of calls of the model under the one loss.
         """
         out = self._out()
         if batch in out:
@@ -493,9 +502,9 @@ class SampledBatches:
         return batch.draw.size > 0
 
     def contribute(self, parts: list[int]) -> bool:
-        """Samples of batches that were gathered before this step, in order; False as in `use`."""
+        """Credits samples of batches gathered before this step, in order. False as in `use`."""
         real = True
-        if len(parts) > 1:  # they waited for this
+        if len(parts) > 1:  # the batches waited for this step
             out = self._out()
             self._lags = True
             more = len(out) - len(parts)
@@ -511,12 +520,12 @@ class SampledBatches:
         return real
 
     def check_release(self) -> None:
-        """Refuse to release what one draw may not; see `SampledBatch.check_release`."""
+        """Checks that each batch may be released, as `SampledBatch.check_release` does."""
         for batch in self._used:
             batch.draw.check_release(self, self.independent)
 
     def release(self) -> None:
-        """A real step has used up the logical batch."""
+        """Ends the logical batch after a real step."""
         known = self.independent or self._pace.step()
         self.released = list(dict.fromkeys(b.draw.iteration for b in self._used if known))
         for draw in {b.draw for b in self._used}:
@@ -524,10 +533,10 @@ class SampledBatches:
         self._used.clear()
 
     def give_up(self, *, forget: bool) -> None:
-        """Nothing of the logical batch that is being gathered is released.
+        """Discards the logical batch that is being gathered, without a release.
 
         Args:
-            forget: the batch in hand is given up, too; else its backward pass may be run again.
+            forget: discards the batch in hand, too. If False, its backward pass may be run again.
         """
         back = [] if forget else list(dict.fromkeys(self._used))
         self._last_out, self.unknown.gathered = None, 0
@@ -545,7 +554,7 @@ class SampledBatches:
             self._waiting = [b for b in self._waiting if b not in out or b.skip is None]
 
     def _part_of_the_last(self, out: list[PhysicalBatch], samples: int) -> PhysicalBatch | None:
-        """The batch used last, if this is another part of it."""
+        """Returns the last used batch, if this is another part of it."""
         last = self._used[-1] if self._used else None
         if last is None or not last.fits(samples):
             return None
@@ -558,7 +567,7 @@ class SampledBatches:
             return self._again(samples)
         first, last = out[0], out[-1]
         if last is self._last_out:
-            self._lags = True  # nothing was handed out since the last backward pass
+            self._lags = True  # nothing was handed out after the last backward pass
         elif len(out) == 1:
             iteration = first.draw.iteration
             if not iteration.over or any(
@@ -566,7 +575,7 @@ class SampledBatches:
             ):
                 self._lags = False
         if self._locked:
-            raise StepError(self._locked)
+            raise StepError(self._locked, doc="sampling" if self._locked == EMPTY else None)
         if len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out):
             raise StepError(AHEAD)
         if self._lags is False or last.skip is not None:
@@ -575,7 +584,7 @@ class SampledBatches:
             return last
         exact = [b for b in out if self._holds(b, samples)]
         if len({b.draw.size > 0 for b in exact}) > 1 and not self._first_in_hand(out):
-            raise StepError(UNCLEAR)
+            raise StepError(UNCLEAR, doc="sampling")
         possible = exact or [b for b in out if b.fits(samples)]
         if not possible:
             raise first.too_many(samples)
@@ -588,16 +597,16 @@ class SampledBatches:
         return batch
 
     def _first_in_hand(self, out: list[PhysicalBatch]) -> bool:
-        """Whether no batch but the first can be the one in hand: none was skipped."""
+        """Whether only the first batch can be in hand, because none was skipped."""
         over, ahead = out[-1].draw.iteration.over, self._pace.ahead
         return bool(self._lags) and not over and len(out) <= ahead + 1
 
     def _again(self, samples: int) -> PhysicalBatch:
-        """A batch of an earlier pass, which without Poisson sampling the next one may repeat."""
+        """Returns a batch of an earlier pass, which may be used again without Poisson sampling."""
         if self._used:
             raise self._used[-1].too_many(samples)
         if self.independent:
-            raise StepError(UNDRAWN)
+            raise StepError(UNDRAWN, doc="sampling")
         batch = PhysicalBatch(SampledBatch(self._largest, Iteration(stream=self.stream)), 0)
         if not batch.fits(samples):
             raise batch.too_many(samples)

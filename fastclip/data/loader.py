@@ -1,7 +1,7 @@
-"""The private loader: Poisson sampling of samples and units, by a sampler that tells of its draws.
+"""Poisson sampling of samples and units, by a sampler that reports every batch that it draws.
 
-BatchMemoryManager and Accelerate build loaders of their own around the batch sampler, so the sampler
-is the one place that sees every draw.
+BatchMemoryManager and Accelerate build loaders of their own around the batch sampler. Only the sampler
+sees every batch.
 """
 
 from __future__ import annotations
@@ -45,35 +45,34 @@ from fastclip.errors import ArgumentError, StepError
 from fastclip.ops.random import KeyStream, OwnStream, claim
 
 # -------------------------------------------------------------------------------------------------
-# A sampler draws as it did when its design was noted, by which every step is recorded.
+# A sampler must draw by the design that was noted, by which every step is recorded.
 
 
 _RATE = "sample_rate"
 _FREE = (_RATE, "generator", "steps", "num_batches", "epoch")
-"""What says neither who may be drawn nor how often; of the rate, it may fall."""
+"""Attributes that decide neither which samples may be drawn nor how often. The rate may fall."""
 _OF_AN_ORDER = ("replacement", "_num_samples", "num_samples")
 _CHANGED = (
-    "{names} of the returned data loader's sampler was changed, and steps are recorded as its draws "
-    "were when make_private returned it; put it back, or call make_private again, on the data loader "
-    "that it was given, with the draws that are meant"
+    "{names} of the returned data loader's sampler changed after make_private, so epsilon would not "
+    "cover its batches. Restore it, or call make_private again with the data loader that you gave it."
 )
 
 
 def check_of(sampler: Any) -> Callable[[], None]:
-    """What a batch sampler draws by, held against what it was.
+    """Compares the settings of a batch sampler with what they were.
 
-    Formal guarantee: a draw that is allowed is of the samples, the weights and the largest batch of the
-    design that steps are recorded by, at a rate of at most its own. In-place changes of a
-    PoissonSampler's tensors reach copies only.
+    Formal guarantee: an allowed batch has the samples, the weights and the largest size of the recorded
+    design, at a rate of at most its own. In-place changes of a PoissonSampler's tensors reach only
+    copies.
 
     Args:
         sampler: a batch sampler, as `make_private` has prepared it.
 
     Returns:
-        To be called before each draw. It raises StepError if the sampler was changed, so that its draws
-        are not those that are recorded.
+        A function to call before each batch. It raises StepError if the sampler was changed, and its
+        batches would not match the record.
     """
-    return partial(Snapshot(_facts(sampler)).require, StepError, _CHANGED)
+    return partial(Snapshot(_facts(sampler)).require, partial(StepError, doc="sampling"), _CHANGED)
 
 
 def _facts(sampler: Any) -> Iterator[Facts]:
@@ -103,14 +102,13 @@ def watch_draws(
     distinct: Distinct | None = None,
     same: SameSamples | None = None,
 ) -> None:
-    """Tell `draws` of what the batch sampler of `loader` draws.
+    """Makes the batch sampler of `loader` report its batches to `draws`.
 
-    The sampler keeps its type: a subclass of it takes its place.
+    The sampler stays an instance of its type, through a subclass.
 
     Args:
-        distinct: refuses samples drawn twice in one pass; None where the sampler cannot draw them.
-        same: refuses a data set whose samples are gone or moved when a pass begins; None looks at
-        nothing.
+        distinct: raises an error for samples drawn twice in a pass. None: the sampler draws none twice.
+        same: raises an error if samples were removed or have moved when a pass begins. None: no check.
     """
     sampler = outermost(loader)
     try:
@@ -133,7 +131,7 @@ def _watch(
         return _Watched(kind.__iter__(self), draws, distinct, check)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return _rebuild, (plain, self.__dict__)  # a copy reports to nobody
+        return _rebuild, (plain, self.__dict__)  # a copy does not report
 
     sampler_calls.watch(draws)
     check = check_of(sampler)
@@ -142,19 +140,19 @@ def _watch(
 
 
 class _Watched:
-    """Iterator over a sampler that tells of each draw, and of being asked when there is none left."""
+    """Iterator over a sampler that reports each batch, and its end."""
 
     def __init__(
         self, samples: Iterator[Any], draws: SampledBatches, distinct: Distinct | None,
         check: Callable[[], None],
     ) -> None:  # fmt: skip
         check_not_sharded(reading())
-        self._rows, self._draws, self._check = samples, draws, check
+        self._sampled, self._draws, self._check = samples, draws, check
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration(stream=draws.stream)
         self.released_by: list[Any] = []
-        """Who releases the newest draw."""
-        if draws.filling is not None:  # of a pass over the data that was broken off
+        """Models that release the newest batch."""
+        if draws.filling is not None:  # a pass over the data may have been broken off
             draws.filling.left = 0
 
     def __iter__(self) -> _Watched:
@@ -167,7 +165,7 @@ class _Watched:
             filling.left -= 1
             return []
         try:
-            drawn = next(self._rows)
+            drawn = next(self._sampled)
         except StopIteration:
             self._draws.exhausted(self._iteration)
             raise
@@ -175,10 +173,10 @@ class _Watched:
         units = drawn if isinstance(drawn, UnitBatch) else None
         if units is not None:
             if name := sampler_between(reading()):
-                raise ArgumentError(REORDERED.format(name=name))
+                raise ArgumentError(REORDERED.format(name=name), doc="privacy-units")
             units.most = most_samples(reading())
-        # another model's loader may be this one: then both hear of one draw
-        self.released_by = self._rows.released_by if isinstance(self._rows, _Watched) else []
+        # another model may use the same loader, and both hear of one batch
+        self.released_by = self._sampled.released_by if isinstance(self._sampled, _Watched) else []
         at_once = self._draws.at_once or count != len(drawn)
         self._draws.drawn(self._iteration, count, units, self.released_by, at_once=at_once)
         if filling is not None:
@@ -187,7 +185,7 @@ class _Watched:
 
 
 class _Around(Sampler):
-    """Batches of a sampler that is no torch Sampler."""
+    """Wraps batches that are no torch Sampler."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
@@ -200,21 +198,21 @@ class _Around(Sampler):
 
 
 def unwatched(sampler: Any) -> type:
-    """The type of a sampler, whoever is told of its draws."""
+    """Returns the original type of a sampler, also if it reports its batches."""
     return getattr(type(sampler), "unwatched", type(sampler))
 
 
 def outermost(loader: DataLoader) -> Any:
-    """The sampler whose draws are a loader's batches.
+    """Returns the sampler that draws a loader's batches.
 
-    With batch_size=None it is `sampler`, and the data set is asked for all samples of a draw at once.
+    With batch_size=None it is `sampler`, and the data set is asked for all samples of a batch at once.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     return loader.sampler if batches is None else batches
 
 
 def drawing(loader: DataLoader) -> Any:
-    """The sampler that draws the samples of a loader, whatever cuts them into batches."""
+    """Returns the sampler that draws the samples of a loader, inside any BatchSampler."""
     sampler = outermost(loader)
     while unwatched(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -222,38 +220,38 @@ def drawing(loader: DataLoader) -> Any:
 
 
 def draws_of(loader: DataLoader) -> tuple[Any, ...]:
-    """What two loaders have in common that hand out the same draws; of samples of which data set."""
+    """Returns what identifies the sampled batches of a loader, its samplers and its data set."""
     return outermost(loader), loader.batch_sampler, loader.dataset
 
 
 def draws_alike(loader: Any, of: tuple[Any, ...]) -> bool:
-    """Whether a loader, or what is returned for one, hands out these draws."""
+    """Whether a loader, or what is returned for one, hands out these sampled batches."""
     if not isinstance(loader, DataLoader):
         return False
     return all(a is b for a, b in zip(draws_of(loader), of, strict=True))
 
 
 def asks_at_once(loader: DataLoader) -> bool:
-    """Whether a `sampler` draws batches, for which the data set is asked with a list of numbers."""
+    """Whether a `sampler` draws batches, which the data set is asked for by a list of numbers."""
     batches = loader.batch_sampler
     inner = loader.sampler if batches is None else getattr(batches, "sampler", None)
     return isinstance(inner, BatchSampler)
 
 
 def check_batches(loader: DataLoader) -> None:
-    """Refuse a kind of loader that makes batches of its own: a Poisson loader of Opacus takes its place.
+    """Checks that a loader does not make its own batches, as a Poisson loader of Opacus replaces it.
 
     Raises:
-        ArgumentError: samples that it leaves out would be trained on.
+        ArgumentError: the loader has its own __iter__. Samples that it leaves out would be trained on.
     """
     kind = type(loader)
     if kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("accelerate."):
         return  # Accelerate's moves batches to their device
     raise ArgumentError(
-        f"poisson_sampling=True draws in the place of the data loader's {kind.__name__}, whose own "
-        "__iter__ would not run, so that rows it leaves out would be trained on; pass a DataLoader "
-        "whose data set (torch.utils.data.Subset) leaves rows out (move batches to a device in the "
-        "loop or in collate_fn), or poisson_sampling=False"
+        f"poisson_sampling=True replaces the data loader's {kind.__name__}, whose own __iter__ would "
+        "not run, so samples that it leaves out would be trained on. Pass a DataLoader over a "
+        "torch.utils.data.Subset, or poisson_sampling=False.",
+        doc="sampling",
     )
 
 
@@ -264,21 +262,21 @@ def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# Which samples are drawn: Poisson sampling and shuffling whose outcome nobody can foresee.
+# Poisson sampling and shuffling with an unpredictable outcome.
 #
-# Amplification by sampling holds as long as the adversary cannot tell who was drawn. In secure mode
-# the samplers of a data loader therefore draw from the operating system's randomness instead of a
-# generator, and Poisson sampling compares 64-bit words, so that no sample is drawn more often than
-# with the rate that is accounted (a float32 uniform has steps of 2^-24, 6% of a rate of 10^-6).
+# Amplification by sampling holds as long as the adversary does not know which samples were drawn. In
+# secure mode the samplers of a data loader therefore draw from the operating system's randomness
+# instead of a generator. Poisson sampling compares 64-bit words, and no sample is drawn at more than
+# the recorded rate (a float32 uniform has steps of 2^-24, 6% of a rate of 10^-6).
 
 
 CHUNK = 2**20
-"""Samples at a time: 8 MiB of words."""
+"""Number of samples at a time, 8 MiB of words."""
 
 
 @contextmanager
 def random_words(n: int) -> Iterator[Tensor]:
-    """Independent uniform int64, [n], overwritten at the end of the block."""
+    """Yields independent uniform int64 [n], overwritten at the end of the block."""
     words = torch.empty(n, dtype=torch.int64, device="cpu")
     try:
         if n:
@@ -291,10 +289,10 @@ def random_words(n: int) -> Iterator[Tensor]:
 
 @disable_dynamo
 def poisson_sample(n: int, rate: float | Tensor) -> Tensor:
-    """Indices of the samples drawn, int64: each of `n` samples independently, with probability `rate`.
+    """Draws each of `n` samples independently with probability `rate`, and returns indices, int64.
 
     Args:
-        rate: of all samples, or float64 [n], of each.
+        rate: probability of all samples, or of each, float64 [n].
 
     Formal guarantee: the probability is floor(rate * 2^64) / 2^64, never above `rate`.
     """
@@ -314,7 +312,11 @@ def poisson_sample(n: int, rate: float | Tensor) -> Tensor:
 
 
 def _below(words: Tensor, rates: Tensor) -> Tensor:
-    """Which words (uniform int64) are below -2^63 + floor(rate * 2^64), exactly; float64 [n]."""
+    """Whether words (uniform int64) are below -2^63 + floor(rate * 2^64), exactly.
+
+    Args:
+        rates: float64 [n].
+    """
     scaled = rates * 2.0**64  # exact
     small = scaled < 2.0**63
     # Above 2^63 the difference is exact in float64, below it the number itself is an int64.
@@ -324,8 +326,11 @@ def _below(words: Tensor, rates: Tensor) -> Tensor:
 
 
 def _uniform_sample(n: int, rate: float, generator: Any) -> Tensor:
-    """As `poisson_sample`, from torch's generator: Opacus' float32 numbers, of 24 bits, and more bits
-    for those that are equal to the rate's 24: alone they would round the rate up, by 6% of 10^-6."""
+    """Draws as `poisson_sample`, from torch's generator.
+
+    It uses Opacus' float32 numbers, of 24 bits, and more bits for those equal to the rate's 24 bits.
+    The 24 bits alone would round the rate up, by 6% of 10^-6.
+    """
     words = torch.rand(n, generator=generator, dtype=torch.float32, device="cpu").double() * 2**24
     whole, part = divmod(rate * 2**24, 1.0)
     drawn = words < whole
@@ -339,30 +344,33 @@ def _uniform_sample(n: int, rate: float, generator: Any) -> Tensor:
 
 @disable_dynamo
 def permutation(n: int) -> Tensor:
-    """0 to n - 1 in an order drawn uniformly (ties of 64-bit words aside), int64."""
+    """Returns 0 to n - 1 in a uniformly random order (except ties of 64-bit words), int64."""
     with random_words(n) as words:
         return words.argsort()
 
 
 class PoissonSampler(UniformWithReplacementSampler):
-    """Opacus' Poisson sampler, exact, with what it cannot do: chosen samples, rates by sample, a
-    largest draw.
+    """Opacus' Poisson sampler with exact rates, chosen samples, rates per sample and a largest batch.
 
-    A plain one draws what Opacus' draws from the same generator, but where the uniform number, of 24
-    bits, is the very one that holds the rate: there a second number decides.
+    With default options it draws the same samples as Opacus' from the same generator, except if the
+    uniform number of 24 bits is the one that holds the rate. A second number then decides.
 
     Args:
-        num_samples: n, how many are drawn from. sample_rate: q. steps: draws in one pass.
-        generator: drawn from as it is; None: a stream seeded from torch's global generator at the first
-            draw. samples: int64 [n], what is drawn; None: 0 to n - 1.
-        rates: float64 [n], probabilities in the place of q. max_batch_size: a draw of more is cut to
-            a subset of this size, uniformly random among them. secure: cryptographic randomness.
+        num_samples: n, the number of samples drawn from.
+        sample_rate: q.
+        steps: batches in one pass.
+        generator: generator to draw from. None: a stream seeded from torch's global generator at the
+            first batch.
+        samples: int64 [n], numbers of the samples. None: 0 to n - 1.
+        rates: float64 [n], probabilities instead of q.
+        max_batch_size: a larger batch is cut to a uniformly random subset of this size.
+        secure: draws from cryptographic randomness.
 
-    Formal guarantee: each of the n is in a draw independently of the others, with probability q (float
-    rounding of 2^-77 aside; in secure mode q rounded down to 64 bits).
+    Formal guarantee: each of the n samples is in a batch independently of the others, with probability
+    q, up to float rounding of 2^-77. In secure mode q is rounded down to 64 bits.
     """
 
-    _rows: Tensor | None = None
+    _samples: Tensor | None = None
     _rates: Tensor | None = None
     max_batch_size: int | None = None
     secure = False
@@ -370,66 +378,66 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __init__(
         self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None,
-        rows: Tensor | None = None, rates: Tensor | None = None,
+        samples: Tensor | None = None, rates: Tensor | None = None,
         max_batch_size: int | None = None, secure: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps
         )
-        self._rows = None if rows is None else rows.clone()
+        self._samples = None if samples is None else samples.clone()
         self._rates = None if rates is None else rates.clone()
         self.max_batch_size, self.secure = max_batch_size, secure
         self.shared = False
-        """Other ranks draw the other samples."""
+        """Whether other ranks draw the other samples."""
 
     @property
-    def rows(self) -> Tensor | None:
-        """A copy of what is drawn, int64 [n]; None: 0 to n - 1."""
-        return None if self._rows is None else self._rows.clone()
+    def samples(self) -> Tensor | None:
+        """A copy of the numbers of the samples, int64 [n]. None: 0 to n - 1."""
+        return None if self._samples is None else self._samples.clone()
 
     @property
     def rates(self) -> Tensor | None:
-        """A copy of the samples' probabilities, float64 [n]; None: all have q."""
+        """A copy of the samples' probabilities, float64 [n]. None: all have q."""
         return None if self._rates is None else self._rates.clone()
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
             drawn = self.draw()
-            yield (drawn if self._rows is None else self._rows[drawn]).tolist()
+            yield (drawn if self._samples is None else self._samples[drawn]).tolist()
 
-    def draw_apart(self, number: int = 0) -> None:
-        """Draw from a stream of its own from now on, seeded from the generator at the next draw.
+    def draw_separately(self, number: int = 0) -> None:
+        """Draws from a stream of its own from now on, seeded from the generator at the next batch.
 
         Args:
-            number: of the rank.
+            number: number of the rank.
         """
         self._own = OwnStream(self.generator, "rows", number)
 
     def draw_anew(self) -> None:
-        """Seed the stream of its own from where the generator stands now."""
+        """Seeds its own stream from the present state of the generator."""
         if self._own is not None:
             self._own.forget()
             self._own.on()  # before the loader draws from the generator, as often as it likes
 
     def stream(self) -> torch.Generator:
-        """The generator that draws: its state is where the draws go on from.
+        """Returns the generator that draws. The next batch follows from its state.
 
-        Restoring it (`set_state`) repeats the draws. In secure mode nothing is drawn from it.
+        Restoring its state (`set_state`) repeats the batches. In secure mode it is not used.
 
         Raises:
-            StepError: in a fork of a process that drew from it.
+            StepError: this process is a fork of one that drew from it.
         """
         if self._own is None and self.generator in (None, torch.default_generator):
-            self.draw_apart()
+            self.draw_separately()
         if self._own is not None:
             return self._own.on()
         return claim(self.generator, "rows")  # type: ignore[return-value]  # not None
 
     def draw(self) -> Tensor:
-        """Numbers from 0 to n - 1, int64, in ascending order.
+        """Draws numbers from 0 to n - 1, int64, in ascending order.
 
         Raises:
-            StepError: in a fork of a process that drew from the same generator.
+            StepError: this process is a fork of one that drew from the same generator.
         """
         n, most = self.num_samples, self.max_batch_size
         if self.secure:
@@ -442,7 +450,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         return drawn if most is None else drawn[self.some(len(drawn), most)]
 
     def some(self, n: int, most: int) -> Tensor:
-        """`most` of n places, a uniformly random subset, in ascending order; all where n is smaller."""
+        """Draws a uniformly random subset of `most` of n positions, in ascending order, or all n."""
         if n <= most:
             return torch.arange(n, dtype=torch.int64, device="cpu")
         if self.secure:
@@ -453,7 +461,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
 
 class SecureRandomSampler(RandomSampler):
-    """Samples in a random order, drawn from cryptographic randomness."""
+    """Draws samples in a random order, from cryptographic randomness."""
 
     def __iter__(self) -> Iterator[int]:
         n = len(self.data_source)
@@ -462,7 +470,7 @@ class SecureRandomSampler(RandomSampler):
 
 
 class SecureSubsetSampler(SubsetRandomSampler):
-    """Given samples in a random order, drawn from cryptographic randomness."""
+    """Draws given samples in a random order, from cryptographic randomness."""
 
     def __iter__(self) -> Iterator[int]:
         for i in permutation(len(self.indices)).tolist():
@@ -475,19 +483,19 @@ _SECURE: dict[type, type] = {
 
 
 def draw_exactly(loader: DataLoader) -> None:
-    """Make Opacus' own Poisson sampler draw with its rate, which its float32 numbers round up."""
+    """Makes Opacus' Poisson sampler draw at its exact rate, which its float32 numbers round up."""
     sampler: Any = loader.batch_sampler
     if type(sampler) is UniformWithReplacementSampler:
         sampler.__class__ = PoissonSampler
     if isinstance(sampler, PoissonSampler) and sampler._own is None:
-        sampler.draw_apart()
+        sampler.draw_separately()
 
 
 def draw_securely(loader: DataLoader) -> None:
-    """Make the samplers of `loader` draw from cryptographic randomness; they keep their types.
+    """Makes the samplers of `loader` draw from cryptographic randomness. They keep their types.
 
     Raises:
-        ArgumentError: for a sampler that draws in a way of its own.
+        ArgumentError: a sampler draws in another way.
     """
     sampler, secure = check_secure(loader)
     if secure is not None:
@@ -497,10 +505,10 @@ def draw_securely(loader: DataLoader) -> None:
 
 
 def check_secure(loader: DataLoader) -> tuple[Any, type | None]:
-    """The sampler of `loader` that draws, and the type to draw securely with; None if it does.
+    """Returns the sampler of `loader` that draws, and the type that draws securely. None if it does.
 
     Raises:
-        ArgumentError: for a sampler that draws in a way of its own, or not at all.
+        ArgumentError: the sampler draws in another way, or not at all.
     """
     sampler = drawing(loader)
     kind = unwatched(sampler)
@@ -508,39 +516,40 @@ def check_secure(loader: DataLoader) -> tuple[Any, type | None]:
         return sampler, None
     secure = _SECURE.get(kind)
     if secure is None or getattr(sampler, "replacement", False):
-        fixed = " (shuffle=False), whose order anyone can foresee"
+        fixed = " (shuffle=False), whose order is predictable"
         raise ArgumentError(
-            "secure_mode=True draws rows by Poisson sampling, or in a random order without "
-            f"replacement, got a data loader with {kind.__name__}"
-            f"{' with replacement' if secure else ''}{fixed if kind is SequentialSampler else ''}; "
-            "pass poisson_sampling=True, or a data loader with shuffle=True"
+            "secure_mode=True expects Poisson sampling, or a random order without replacement, got a "
+            f"data loader with {kind.__name__}{' with replacement' if secure else ''}"
+            f"{fixed if kind is SequentialSampler else ''}. Pass poisson_sampling=True, or a data "
+            "loader with shuffle=True.",
+            doc="secure-mode",
         )
     return sampler, secure
 
 
 def draws_securely(loader: DataLoader) -> bool:
-    """Whether its samples are drawn from cryptographic randomness, as it is now."""
+    """Whether the samples of a loader are drawn from cryptographic randomness."""
     sampler = drawing(loader)
     return bool(getattr(sampler, "secure", unwatched(sampler) in _SECURE.values()))
 
 
 # -------------------------------------------------------------------------------------------------
-# Poisson sampling of units: all samples of a drawn unit, or a few of them, chosen anew each time.
+# Poisson sampling of units, with all samples of a unit, or a few of them, chosen anew each time.
 
 
 class UnitSampler(PoissonSampler):
     """Draws units, each independently with probability q, and yields their samples, unit by unit.
 
     Args:
-        unit: int64 [samples of the data set], whose each sample is, from 0; -1 for samples that are
-        never drawn.
-        max_samples_per_unit: of a unit with more samples a draw takes so many, a uniformly random
-        subset.
-        reduction: "mean" or "sum" of the samples' gradients; goes with every draw.
-        The rest as of PoissonSampler; n, steps, max_batch_size are in units.
+        unit: int64 [samples of the data set], the unit of each sample, from 0. -1 for samples that are
+            never drawn.
+        max_samples_per_unit: number of samples that a batch takes of a larger unit, a uniformly random
+            subset.
+        reduction: "mean" or "sum" of the samples' gradients, stored with every batch.
+        kwargs: as for PoissonSampler. n, steps and max_batch_size are in units.
 
-    Formal guarantee: as of PoissonSampler, with units in the place of samples: a sample is in a
-    draw only with its unit, and once.
+    Formal guarantee: as of PoissonSampler, for units instead of samples. A sample is in a batch only
+    with its unit, and once.
     """
 
     def __init__(
@@ -561,27 +570,26 @@ class UnitSampler(PoissonSampler):
             samples: list[int] = []
             sizes = []
             for unit in self.draw().tolist():
-                mine = self._rows_of(unit)
+                mine = self._samples_of(unit)
                 samples += mine
                 sizes.append(len(mine))
             yield UnitBatch(samples, sizes, self.largest, self.reduction)
 
     @property
     def mean_size(self) -> float:
-        """Mean number of samples that a drawn unit brings."""
+        """Mean number of samples of a drawn unit."""
         sizes = torch.tensor(self._starts, dtype=torch.int64, device="cpu").diff()
         return float(sizes.clamp(max=self.largest).double().mean())
 
-    def owners(self, samples: int) -> Tensor:
-        """The unit of each sample of a data set of so many, int64 [samples]; -1 for samples
-        never drawn."""
+    def unit_of_samples(self, samples: int) -> Tensor:
+        """Returns the unit of each of `samples` samples, int64. -1 for samples never drawn."""
         found = torch.full((samples,), -1, dtype=torch.int64, device="cpu")
         sizes = torch.tensor(self._starts, dtype=torch.int64, device="cpu").diff()
         units = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
         found[self._order] = units.repeat_interleave(sizes)
         return found
 
-    def _rows_of(self, unit: int) -> list[int]:
+    def _samples_of(self, unit: int) -> list[int]:
         samples = self._order[self._starts[unit] : self._starts[unit + 1]]
         most = self.max_samples_per_unit
         if most is not None and len(samples) > most:
@@ -590,9 +598,9 @@ class UnitSampler(PoissonSampler):
 
 
 def samples_by_unit(unit: Tensor) -> tuple[Tensor, Tensor]:
-    """(samples in the order of their units, samples of each unit that has any), int64."""
+    """Returns (samples in the order of their units, number of samples of each unit), int64."""
     kept = (unit >= 0).nonzero().reshape(-1)
-    owners = unit[kept]
-    order = kept[owners.argsort(stable=True)]
-    sizes = torch.bincount(owners)
+    unit_of_kept = unit[kept]
+    order = kept[unit_of_kept.argsort(stable=True)]
+    sizes = torch.bincount(unit_of_kept)
     return order, sizes[sizes > 0]

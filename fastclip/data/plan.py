@@ -1,4 +1,4 @@
-"""From a data loader and a request to a sampling plan, and to the private loader."""
+"""Sampling plans from a data loader and a request, and the private loader made by them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastclip.data.collate import (
     plain_collate,
     try_collate,
 )
-from fastclip.data.dataset import SameSamples, told_of
+from fastclip.data.dataset import SameSamples, digest_of
 from fastclip.data.design import (
     ENDLESS,
     GIVEN_ORDER,
@@ -71,27 +71,27 @@ from fastclip.distributed.shards import digest
 from fastclip.errors import ArgumentError
 
 _SOME = 8
-"""Samples on which a collate function is tried before worker processes run it."""
+"""Number of samples on which a collate function is tried before worker processes run it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What make_private is asked of the draws, beside the loader, in Python's own numbers.
+    """The arguments of make_private on sampling, except the loader, as Python numbers.
 
     Args:
-        poisson_sampling: every unit is drawn independently; else as the loader's own sampler draws.
-        sample_rate: q, in (0, 1]: draws have exactly this rate, and a pass has `steps_of(q)` steps; with
-            weights, which must then be in [0, 1], the rate of weight 1. expected_batch_size: B > 0, in
-            units. Only both together make q and B public. q alone leaves B = q N; B alone leaves
-            q = 1 / len(data_loader): these depend on N.
-        max_batch_size: draws of more units are cut to a random subset of this size.
-        unit_ids: whose each sample is (`unit_numbers`). max_samples_per_unit: of a unit, in one draw.
-        unit_reduction: a unit's gradient is the "mean" or the "sum" of its samples'.
+        poisson_sampling: every unit is drawn independently. If False, the loader's own sampler draws.
+        sample_rate: q, in (0, 1]. Batches have exactly this rate, and a pass has `steps_of(q)` steps.
+            With weights, which must then be in [0, 1], it is the rate of weight 1.
+        expected_batch_size: B > 0, in units. Only q and B together are public. q alone leaves B = q N,
+            and B alone leaves q = 1 / len(data_loader). These depend on N.
+        max_batch_size: batches of more units are cut to a random subset of this size.
+        unit_ids: the unit of each sample (`unit_numbers`).
+        max_samples_per_unit: largest number of samples of a unit in one batch.
+        unit_reduction: a unit's gradient is the "mean" or the "sum" of its samples' gradients.
         views: samples of the model's batch for each sample that is drawn.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for values out of range, and for what only Poisson sampling
-            can give.
+        ArgumentError, ArgumentTypeError: a value is out of range, or needs Poisson sampling.
     """
 
     poisson_sampling: bool = True
@@ -115,10 +115,13 @@ class Request:
         self.__dict__.update(given)
         if self.unit_reduction not in ("mean", "sum"):
             raise ArgumentError(
-                f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}"
+                f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}."
             )
         if self.max_samples_per_unit is not None and self.unit_ids is None:
-            raise ArgumentError("max_samples_per_unit needs unit_ids, which say whose each row is")
+            raise ArgumentError(
+                "max_samples_per_unit expects unit_ids, got none. Pass unit_ids, or omit it.",
+                doc="privacy-units",
+            )
         if not self.poisson_sampling:
             self._check_own_sampler()
 
@@ -126,18 +129,20 @@ class Request:
         for name in ("sample_rate", "max_batch_size", "unit_ids"):
             if getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"{name} needs poisson_sampling=True, which draws every unit independently; "
-                    f"pass that, or omit {name}"
+                    f"{name} needs poisson_sampling=True, which draws every unit independently. Pass "
+                    f"it, or omit {name}.",
+                    doc="unsupported-options",
                 )
         if self.views != 1:
             raise ArgumentError(
-                f"views={self.views} needs poisson_sampling=True, whose sampler says how many "
-                "samples a batch has; pass that, or omit views"
+                f"views={self.views} needs poisson_sampling=True, whose sampler counts the samples of "
+                "a batch. Pass it, or omit views.",
+                doc="unsupported-options",
             )
 
     @property
     def beyond_opacus(self) -> list[str]:
-        """What is asked for that Opacus' own modes do not have, by name."""
+        """Names of the given options that Opacus' own modes do not have."""
         return [
             of.name for of in fields(self)[1:] if (value := getattr(self, of.name)) is not None
             and (of.default is None or value != of.default)
@@ -145,87 +150,94 @@ class Request:
 
 
 SAMPLING = tuple(field.name for field in fields(Request))
-"""What make_private is asked of the draws, by name."""
+"""Names of the arguments of make_private on sampling."""
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingPlan:
-    """A design, and what a sampler needs to draw by it."""
+    """A sampling design, and what a sampler needs to draw by it."""
 
     design: SamplingDesign
     choice: SamplerKind | None = None
-    """None without Poisson sampling, where the loader's own sampler draws."""
+    """What Poisson sampling keeps of the sampler. None: the loader's own sampler draws."""
     unit: Tensor | None = None
-    """The unit of each sample of the data set, int64, -1 for samples that are not drawn."""
+    """The unit of each sample of the data set, int64. -1 for samples that are not drawn."""
     ranks: Ranks | None = None
-    """Who draws the other samples, or units; each draws every `ranks.count`-th."""
+    """The ranks that share the samples or units. Each draws every `ranks.count`-th."""
     views: int = 1
-    """Samples of the model's batch for each that is drawn."""
+    """Samples of the model's batch for each sample that is drawn."""
 
     @property
-    def first_row(self) -> int:
-        """One that may be drawn."""
+    def first_sample(self) -> int:
+        """Number of a sample that may be drawn."""
         if self.unit is not None:
             return int((self.unit >= 0).nonzero()[0])
-        samples = None if self.choice is None else self.choice.rows
+        samples = None if self.choice is None else self.choice.samples
         return 0 if samples is None else int(samples[0])
 
     def some_samples(self) -> list[int]:
-        """A few that may be drawn."""
-        samples = None if self.choice is None else self.choice.rows
+        """Numbers of a few samples that may be drawn."""
+        samples = None if self.choice is None else self.choice.samples
         if self.unit is not None:
             samples = (self.unit >= 0).nonzero().reshape(-1)
         n = self.design.units if samples is None else len(samples)
         places = [k * (n - 1) // (_SOME - 1) for k in range(_SOME)] if n >= _SOME else range(n)
         return [k if samples is None else int(samples[k]) for k in places]
 
-    def told(self) -> dict[str, str]:
-        """What says whose each sample is, for ranks that must share them out alike."""
-        samples = None if self.choice is None else self.choice.rows
+    def described(self) -> dict[str, str]:
+        """Describes the samples and their units, which must be the same on all ranks."""
+        samples = None if self.choice is None else self.choice.samples
         return {
-            "rows that may be drawn, in one order": digest([] if samples is None else [samples]),
+            "samples that may be drawn, in one order": digest([] if samples is None else [samples]),
             "unit_ids": digest([] if self.unit is None else [self.unit]),
             "views": str(self.views),
         }
 
     def shared(self, ranks: Ranks | None) -> SamplingPlan:
-        """This rank's share of the draws: every sample, or unit, is in exactly one; whose is public.
+        """Returns the plan of this rank's share. Each sample or unit is in one share, which is public.
 
         Raises:
-            ArgumentError: for draws that only one process can make.
+            ArgumentError: only one process can sample in this way.
         """
         design, choice = self.design, self.choice
         if ranks is None or ranks.count == 1 or choice is None:
             return self
         if design.max_batch_size is not None:
             raise ArgumentError(
-                "max_batch_size cuts a draw to a random subset of all of it, and each rank draws its "
-                "own share alone; omit max_batch_size"
+                "max_batch_size is not supported on several ranks, because each rank draws its share "
+                "independently. Omit max_batch_size.",
+                doc="unsupported-options",
             )
         if design.units < ranks.count:
+            what = "units" if design.unit == "unit" else "samples"
             raise ArgumentError(
-                f"{ranks.count} ranks expect a {design.unit} each at least, got {design.units}"
+                f"Training on {ranks.count} ranks expects at least {ranks.count} {what}, got "
+                f"{design.units}. Start fewer ranks.",
+                doc="several-processes",
             )
         if self.unit is not None:
             others = (self.unit >= 0) & (self.unit % ranks.count != ranks.number)
             mine = self.unit.masked_fill(others, -1)
             if bool((mine >= 0).any()):
                 return replace(self, unit=mine, ranks=ranks)
-            raise ArgumentError(f"rank {ranks.number} of {ranks.count} has no unit to draw")
-        samples = choice.rows
+            raise ArgumentError(
+                f"Rank {ranks.number} of {ranks.count} has no unit to draw. Start fewer ranks.",
+                doc="several-processes",
+            )
+        samples = choice.samples
         if samples is None:
             samples = torch.arange(design.units, dtype=torch.int64, device="cpu")
         rates = None if design.rates is None else ranks.share(design.rates)
         return replace(
-            self, choice=replace(choice, rows=ranks.share(samples), rates=rates), ranks=ranks
+            self, choice=replace(choice, samples=ranks.share(samples), rates=rates), ranks=ranks
         )
 
     def _units(self) -> Tensor:
-        """`unit`; where single samples are drawn, each that may be drawn is one of its own."""
+        """Returns `unit`. If single samples are drawn, each that may be drawn is a unit."""
         assert self.choice is not None
         if self.unit is not None:
             return self.unit
-        samples = self.choice.rows
+        samples = self.choice.samples
         n = self.design.units if samples is None else len(samples)
         own = torch.arange(n, dtype=torch.int64, device="cpu")
         if samples is None:
@@ -234,10 +246,10 @@ class SamplingPlan:
         return none.index_copy_(0, samples, own)
 
     def sampler(self, generator: Any) -> PoissonSampler:
-        """The batch sampler of this design.
+        """Makes the batch sampler of this design.
 
-        Unless it is secure, it draws from a stream of its own, seeded from `generator`: that of the
-        loader may have the seed that made the initial weights.
+        Unless it is secure, it draws from its own stream, seeded from `generator`. The loader's
+        generator may have the seed that made the initial weights.
         """
         design, choice = self.design, self.choice
         assert choice is not None
@@ -256,22 +268,21 @@ class SamplingPlan:
                 reduction=design.unit_reduction or "mean", **shared,
             )  # fmt: skip
         else:
-            samples = choice.rows
+            samples = choice.samples
             n = design.units if self.ranks is None or samples is None else len(samples)
-            sampler = PoissonSampler(num_samples=n, rows=samples, rates=rates, **shared)
+            sampler = PoissonSampler(num_samples=n, samples=samples, rates=rates, **shared)
             sampler.shared = self.ranks is not None
-        sampler.draw_apart(number)
+        sampler.draw_separately(number)
         return sampler
 
 
 def plan_sampling(
     data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
 ) -> SamplingPlan:
-    """How the samples of a loader will be drawn; nothing is drawn or changed, and no sample is
-    looked at.
+    """Plans how the samples of a loader will be drawn. Nothing is drawn, changed or read.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a loader whose choice of samples cannot be kept.
+        ArgumentError, ArgumentTypeError: the sampler's choice of samples cannot be kept.
     """
     if not request.poisson_sampling:
         return SamplingPlan(_of_its_own(data_loader, request, secure))
@@ -280,12 +291,12 @@ def plan_sampling(
         weighted = _weighted(data_loader, request, choice, secure)
         return SamplingPlan(weighted, choice, views=request.views)
     unit = None
-    n = samples = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
+    n = samples = len(data_loader.dataset) if choice.samples is None else len(choice.samples)  # type: ignore[arg-type]
     if request.unit_ids is not None:
         unit = unit_numbers(request.unit_ids, data_loader.dataset)
-        if choice.rows is not None:
+        if choice.samples is not None:
             kept = torch.full_like(unit, -1)
-            kept[choice.rows] = unit[choice.rows]
+            kept[choice.samples] = unit[choice.samples]
             unit = kept
         n = len(samples_by_unit(unit)[1])
     steps, rate = len(data_loader), choice.rate
@@ -297,7 +308,7 @@ def plan_sampling(
     size = request.expected_batch_size
     if size is None:
         as_opacus = unit is None and rate == 1 / len(data_loader) and request.sample_rate is None
-        # n / len, not n * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
+        # n / len, as n * (1 / len) may round off a whole sample (B = 0 for 49 samples in 49 batches)
         size = int(n / len(data_loader)) if as_opacus else n * rate
     return SamplingPlan(
         SamplingDesign(
@@ -314,11 +325,11 @@ def plan_sampling(
 def checked_plan(
     data_loader: DataLoader, request: Request, *, secure: bool = False, distributed: bool = False
 ) -> SamplingPlan:
-    """The same, of a data set in which no sample is a copy of another; it knows the canaries there.
+    """Plans as `plan_sampling`, checks that no sample is a copy of another, and finds canaries.
 
     Raises:
-        ArgumentError, ArgumentTypeError: as `plan_sampling`; or for copies, or draws of the loader's own
-            sampler that are not secure.
+        ArgumentError, ArgumentTypeError: as `plan_sampling`, or samples are copies, or the loader's own
+            sampler is not secure.
     """
     plan = plan_sampling(data_loader, request, secure=secure, distributed=distributed)
     if secure and not request.poisson_sampling:
@@ -329,7 +340,7 @@ def checked_plan(
 
 
 class Drawing(NamedTuple):
-    """The loader that trains, how it draws, and its draws, of which it tells from now on."""
+    """The loader that trains, its sampling design, and the batches that it reports."""
 
     loader: DataLoader
     design: SamplingDesign
@@ -341,16 +352,16 @@ def prepare(
     secure: bool = False, batch_first: bool = True, rand_on_empty: bool = False,
     distributed: bool = False, required: bool = True,
 ) -> Drawing:  # fmt: skip
-    """Make the loader that trains; on several ranks it draws this rank's share.
+    """Makes the loader that trains. On several ranks it draws this rank's share.
 
     Args:
-        ledger: counts the steps. distributed: the loader's own sampler may draw a share already.
-        required: with Poisson sampling nothing else is trained on, though the loader was never iterated.
+        ledger: the ledger that records the steps.
+        distributed: the loader's own sampler may draw a share already.
+        required: with Poisson sampling, other batches raise an error even before the loader is iterated.
 
     Raises:
-        ArgumentError, ArgumentTypeError: as `checked_plan`; a unit's samples may change their
-        order, or the
-            ledger cannot count the steps; naming what differs between ranks. Nothing is changed.
+        ArgumentError, ArgumentTypeError: as `checked_plan`, or a unit's samples may change their order,
+            or the ledger cannot record the steps, or ranks differ. Nothing is changed.
     """
     poisson = request.poisson_sampling
     plan = checked_plan(data_loader, request, secure=secure, distributed=distributed)
@@ -380,7 +391,9 @@ def call_for_loader(
     making: Preparation, data_loader: DataLoader, request: Request, ledger: Ledger,
     ranks: Ranks | None, *, secure: bool, required: bool = True, **asked: bool,
 ) -> Drawing:  # fmt: skip
-    """As `prepare`, with the loader that an override returns; refused unless it hands out these draws.
+    """Prepares as `prepare`, with the loader that an override returns.
+
+    An override whose loader does not hand out the prepared batches raises an error.
 
     Args:
         asked: batch_first, rand_on_empty, distributed.
@@ -407,19 +420,19 @@ def call_for_loader(
 def _agree_to_draw(
     ranks: Ranks, plan: SamplingPlan, data_loader: DataLoader, ledger: Ledger
 ) -> None:
-    """All ranks draw from the same samples in the same way, each a share of its own.
+    """Checks that all ranks draw from the same samples in the same way, each its own share.
 
     Raises:
-        ArgumentError: naming what differs.
+        ArgumentError: ranks differ. It names the difference.
     """
-    # ranks of a model that is spread meet in every draw, those ahead included
+    # ranks of a sharded model meet at every sampled batch, including those drawn ahead
     ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
     ranks.agree(
         {
-            "way in which rows are drawn": plan.design.described(),
+            "sampling design": plan.design.described(),
             "ledger of steps before": str(ledger.history),
-            "rows of the data set, in one order": told_of(data_loader.dataset),
-            **plan.told(),
+            "samples of the data set, in one order": digest_of(data_loader.dataset),
+            **plan.described(),
             "num_workers and prefetch_factor of the data loader": ahead,
         }
     )
@@ -430,7 +443,7 @@ def _agree_to_draw(
 def _watched(
     loader: DataLoader, poisson: bool, rand_on_empty: bool, required: bool
 ) -> SampledBatches:
-    """The draws of a prepared loader."""
+    """Makes a prepared loader report its batches, and returns them."""
     distinct = None if poisson else check_order(loader)
     independent = poisson or draws_independently(loader)
     draws = SampledBatches(independent=independent, required=required, placeholders=rand_on_empty)
@@ -438,8 +451,8 @@ def _watched(
     draws.at_once = loader.batch_sampler is None
     sampler, same = loader.batch_sampler, None
     if isinstance(sampler, UnitSampler):
-        same = SameSamples(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
-    elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the samples
+        same = SameSamples(loader.dataset, sampler.unit_of_samples(len(loader.dataset)))  # type: ignore[arg-type]
+    elif isinstance(sampler, PoissonSampler):  # it draws numbers, even if samples were removed
         same = SameSamples(loader.dataset)
     watch_draws(loader, draws, distinct, same)
     return draws
@@ -448,13 +461,13 @@ def _watched(
 def poisson_loader(
     loader: DataLoader, plan: SamplingPlan, *, batch_first: bool = True, rand_on_empty: bool = False
 ) -> DPDataLoader:
-    """Opacus' Poisson loader, drawing by the plan.
+    """Makes Opacus' Poisson loader, drawing by the plan.
 
-    Its own constructor iterates over sample 0, which need not be a sequence.
+    Its own constructor is not used. It iterates over sample 0, which need not be a sequence.
 
     Raises:
         ArgumentError: as `know_empty`.
-        BatchSizeError: the collate function repeats or mixes a few samples.
+        BatchSizeError: the collate function repeats or mixes some of the tried samples.
     """
     made = DPDataLoader.__new__(DPDataLoader)
     made.sample_rate, made.distributed = plan.design.rate, False
@@ -470,7 +483,7 @@ def poisson_loader(
         ),
         **{name: getattr(loader, name) for name in kept},
     )  # fmt: skip
-    know_empty(made, plan.first_row)
+    know_empty(made, plan.first_sample)
     if made.num_workers:
         try_collate(made, plan.some_samples())
     return made
@@ -479,20 +492,22 @@ def poisson_loader(
 def _weighted(
     loader: DataLoader, request: Request, choice: SamplerKind, secure: bool
 ) -> SamplingDesign:
-    """Rates in proportion to weights: they add up to B, but for those that are capped at 1."""
+    """Returns the design of rates in proportion to weights. They add up to B, except if capped at 1."""
     weights = choice.weights if choice.rates is None else choice.rates
     assert weights is not None
     if request.unit_ids is not None or request.max_batch_size is not None:
         name = "max_batch_size" if request.unit_ids is None else "unit_ids"
         raise ArgumentError(
-            f"{name} is priced for one rate of all units, got a data loader with a "
-            f"WeightedRandomSampler; omit {name}, or pass a data loader with shuffle=True"
+            f"{name} expects the same sampling rate for all units, got a data loader with a "
+            f"WeightedRandomSampler. Omit {name}, or pass a data loader with shuffle=True.",
+            doc="unsupported-options",
         )
     if choice.rates is not None:
         if request.sample_rate is not None:
             raise ArgumentError(
-                "sample_rate expects a data loader whose rates are not set yet; pass the one that "
-                "make_private was given, not the one that it returned"
+                "sample_rate expects a data loader without rates, got one that make_private returned. "
+                "Pass the data loader that you gave to make_private.",
+                doc="sampling",
             )
         steps, rates = len(loader), choice.rates
         rate, size = float(rates.max()), float(rates.sum())
@@ -505,8 +520,9 @@ def _weighted(
         steps = steps_of(rate)
         if bool((weights > 1).any()):
             raise ArgumentError(
-                "with sample_rate the weights of the data loader's WeightedRandomSampler are factors "
-                f"of it, expected in [0, 1], got {float(weights.max()):g}; divide them by a public bound"
+                "sample_rate expects weights in [0, 1] of the data loader's WeightedRandomSampler, got "
+                f"{float(weights.max()):g}. Divide them by a public bound.",
+                doc="sampling",
             )
         rates = weights * rate
         size = float(rates.sum())
@@ -518,10 +534,10 @@ def _weighted(
 
 
 def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingDesign:
-    """What the loader's own sampler does; B = samples of a pass / batches, unless it is given."""
+    """Returns the design of the loader's own sampler. B is samples / batches of a pass, unless given."""
     check_order(loader)
     sampler, steps = outermost(loader), length_of(loader)
-    if steps is None:  # a stream, of which every step is recorded at q = 1, however many they are
+    if steps is None:  # a stream, every step of which is recorded at q = 1
         size = request.expected_batch_size or float(loader.batch_size or 1)
         return SamplingDesign(
             STREAM, 1.0, size, ENDLESS, 0, secure=secure, readers=readers_of(loader)
@@ -537,7 +553,7 @@ def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingD
             sampler.num_samples, rates=getattr(sampler, "rates", None), max_batch_size=most,
             secure=secure,
         )  # fmt: skip
-    elif draws_independently(loader):  # a kind of Poisson sampler whose rates nobody knows
+    elif draws_independently(loader):  # a Poisson sampler of unknown rates
         name = STREAM
     else:
         name = SHUFFLED if shuffled else GIVEN_ORDER

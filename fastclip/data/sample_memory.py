@@ -1,13 +1,13 @@
-"""Which samples of a data set are one record, or hold parts of one: they share memory.
+"""Samples of a data set that share memory, and so are one record or hold parts of one.
 
-A sample is the tensors that it is read from. Two laws say what samples may have in common:
+A sample is the tensors that it is read from. Two laws state what samples may have in common:
 
-1. What two samples share is no more than what each has for itself. A tensor may be of several samples as
-   a whole: a constant label, a mask or position numbers that are expanded over all samples, an entry of
-   a table. So may a list or an object, which is known by its identity, as is the sample itself.
-   Of numbers and strings, equal ones may be one object, so that sharing them says nothing.
-2. Tensors of different samples never overlap in part. Where they do (windows of one series), what is
-   in the middle of one sample is at the edge of another, so it is data of both.
+1. Two samples share no more than each has for itself. Several samples may share a tensor as a whole,
+   such as a constant label, an expanded mask or position numbers, or an entry of a table. They may also
+   share a list or an object, which is known by its identity, as is the sample itself. Equal numbers and
+   strings may be one object, so sharing them shows nothing.
+2. Tensors of different samples never overlap in part. If they do (windows of one series), the middle of
+   one sample is at the edge of another, and belongs to both.
 
 Memory is compared as intervals of bytes, and no value is read. Containers and objects are opened.
 """
@@ -43,28 +43,28 @@ _NOTHING = (
     type(None), type, torch.dtype, torch.layout, torch.memory_format, FunctionType, MethodType,
     BuiltinFunctionType, ModuleType,
 )  # fmt: skip
-"""What holds no data."""
+"""Types of objects that hold no data."""
 _OPAQUE = 1024
-"""Elements that an object which cannot be looked into (an image) counts for where it is shared."""
+"""Elements that a shared object that cannot be opened (an image) counts for."""
 _DEEPEST, _LONGEST = 32, 64
-"""Objects are opened so deep. One with more in it than this is told to other samples as one leaf."""
+"""Depth to which objects are opened. One that holds more than _LONGEST leaves counts as one leaf."""
 _MOST_RUNS = 2**22
-"""Runs of tensors that are compared at once."""
+"""Largest number of runs of tensors that are compared at once."""
 
 
 class Layout(NamedTuple):
-    """Where the bytes of a tensor lie, seen from its first."""
+    """Positions of the bytes of a tensor, from its first byte."""
 
     space: Any
-    """What its address is of: a device, or the entries of one data set."""
+    """Space of its address, a device or the entries of one data set."""
     run: int
-    """Bytes in a sample."""
+    """Number of adjacent bytes."""
     outer: tuple[tuple[int, int], ...] = ()
-    """(size, distance in bytes) of the dimensions along which runs are repeated, ascending."""
+    """(size, stride in bytes) of the dimensions along which runs repeat, ascending."""
 
     @property
     def extent(self) -> int:
-        """Bytes from the first to behind the last."""
+        """Bytes from the first to the last, inclusive."""
         return self.run + sum((size - 1) * stride for size, stride in self.outer)
 
 
@@ -73,9 +73,11 @@ class Leaves:
     """Tensors of one layout, each of one sample.
 
     Args:
-        starts: int64 [n], addresses of their first bytes. samples: int64 [n], whose they are.
-        least: elements that each counts for where samples share it. most: where it is of one alone: more
-            if it cannot be looked into, less if it is the numbers in a list, which any sample may hold.
+        starts: int64 [n], addresses of their first bytes.
+        samples: int64 [n], the sample of each.
+        least: elements that each counts for if samples share it.
+        most: elements that each counts for if one sample holds it. More if it cannot be opened, fewer
+            for the numbers in a list, which any sample may hold.
     """
 
     layout: Layout
@@ -94,11 +96,11 @@ class Shared(NamedTuple):
     first: int
     second: int
     how: str
-    """They are "copies", share "more" than what one of them has for itself, or overlap in "part"."""
+    """They are "copies", share "more" than one of them has for itself, or overlap in "part"."""
 
 
 class _Held(NamedTuple):
-    """One leaf of a sample: its layout and address, and what it counts for (`Leaves`)."""
+    """One leaf of a sample, with its layout, address and numbers of elements (`Leaves`)."""
 
     layout: Layout
     start: int
@@ -107,19 +109,20 @@ class _Held(NamedTuple):
 
 
 _Known = dict[int, tuple[Any, list[Any], list[_Held]]]
-"""By identity: an object, which is kept alive by it, as is what is in it, and what it holds."""
+"""By identity, an object and its parts, which are kept alive by it, and the leaves that it holds."""
 
 
-def leaves_of(dataset: Any, rows: np.ndarray, samples: np.ndarray) -> Iterator[Leaves]:
-    """The tensors of some samples of a data set.
+def leaves_of(dataset: Any, numbers: np.ndarray, samples: np.ndarray) -> Iterator[Leaves]:
+    """Yields the tensors of some samples of a data set.
 
-    Of a data set of the user's own, the number of a sample stands for all of it.
+    In a user's own data set, the number of a sample represents all of it.
 
     Args:
-        samples: int64 [n], numbers in this data set. samples: int64 [n], what they are called.
+        numbers: int64 [n], numbers of the samples in this data set.
+        samples: int64 [n], names of the samples in the result.
     """
-    for part in parts_of(dataset, rows):
-        base, mine, called = part.dataset, part.rows, samples[part.places]
+    for part in parts_of(dataset, numbers):
+        base, mine, called = part.dataset, part.samples, samples[part.places]
         space = "numbers", id(base)
         if isinstance(base, StackDataset):
             for member in _members(base):
@@ -138,10 +141,10 @@ def leaves_of(dataset: Any, rows: np.ndarray, samples: np.ndarray) -> Iterator[L
 def leaves_of_items(
     items: list[Any], samples: np.ndarray, space: Any, numbers: np.ndarray
 ) -> Iterator[Leaves]:
-    """The tensors of samples that are in memory.
+    """Yields the tensors of samples that are in memory.
 
     Args:
-        space, numbers: what plain values, which have no memory of their own, are identified by.
+        space, numbers: identify plain values, which have no memory of their own.
     """
     found: dict[tuple[Layout, float, float], list[tuple[int, int]]] = defaultdict(list)
     known: _Known = {}
@@ -149,7 +152,7 @@ def leaves_of_items(
         held, plain = _held(item, known)
         for each in held:
             found[each.layout, each.least, each.most].append((each.start, sample))
-        if plain or not held:  # an object that holds more than values is the same as itself
+        if plain or not held:  # an object that holds more than values is known by its identity
             values = all(each.layout is _STRINGS for each in held)
             layout, start = (Layout(space, 1), number) if values else (_ITEMS, id(item))
             found[layout, max(1, plain), 1].append((start, sample))
@@ -159,7 +162,7 @@ def leaves_of_items(
 
 
 def reads_by_itself(dataset: Any) -> bool:
-    """Whether a data set is the user's own, so that only reading a sample shows its memory."""
+    """Whether a data set is the user's own, and only reading a sample shows its memory."""
     for part in parts_of(dataset):
         base = part.dataset
         if isinstance(base, StackDataset):
@@ -170,36 +173,37 @@ def reads_by_itself(dataset: Any) -> bool:
     return False
 
 
-def shared(leaves: list[Leaves], owner: np.ndarray) -> Shared | None:
-    """Two samples of different owners that are one record, or overlap; None if there are none.
+def shared(leaves: list[Leaves], unit: np.ndarray) -> Shared | None:
+    """Returns two samples of different units that are one record or overlap. None if there are none.
 
     Args:
-        owner: int64, the owner of each sample, by the number that it is called by.
+        unit: int64, the unit of each sample, indexed by `Leaves.samples`.
 
-    Formal guarantee: None only if no memory is of samples of two owners, except for whole tensors than
-    which each of these samples has another one, at least as large, for itself.
+    Formal guarantee: None only if no memory belongs to samples of two units. Exempt are whole tensors,
+    if each of these samples has another tensor for itself that is at least as large.
     """
     groups: dict[Layout, list[Leaves]] = defaultdict(list)
     for each in leaves:
         groups[each.layout].append(each)
-    wholes = [_whole(layout, members, owner) for layout, members in groups.items()]
-    needed, own = np.zeros(len(owner)), np.zeros(len(owner))
+    wholes = [_whole(layout, members, unit) for layout, members in groups.items()]
+    needed, own = np.zeros(len(unit)), np.zeros(len(unit))
     for whole in wholes:
         alone = ~whole.common[whole.which]
         np.maximum.at(needed, whole.samples[~alone], whole.least[~alone])
         np.maximum.at(own, whole.samples[alone], whole.most[alone])
     for sample in np.flatnonzero(own < needed)[:1].tolist():
-        return _same(wholes, owner, sample, "more" if own[sample] else "copies")
-    return _overlapping(wholes, owner)
+        return _same(wholes, unit, sample, "more" if own[sample] else "copies")
+    return _overlapping(wholes, unit)
 
 
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """All tensors of one layout, those at one address beside each other.
+    """All tensors of one layout, sorted by address.
 
     Args:
-        starts, first: int64 [m], address and first place of each one. common: bool [m], several owners'.
-        which, samples, least, most: [n], of each use: number of the one, sample, elements.
+        starts, first: int64 [m], address and first use of each tensor.
+        common: bool [m], whether several units use it.
+        which, samples, least, most: [n], for each use the number of the tensor, sample and elements.
     """
 
     layout: Layout
@@ -212,11 +216,11 @@ class _Whole:
     most: np.ndarray
 
     def users(self, number: int) -> np.ndarray:
-        """The samples that one of the tensors is of."""
+        """Returns the samples that hold one of the tensors."""
         return self.samples[self.which == number]
 
 
-def _whole(layout: Layout, members: list[Leaves], owner: np.ndarray) -> _Whole:
+def _whole(layout: Layout, members: list[Leaves], unit: np.ndarray) -> _Whole:
     starts = np.concatenate([each.starts for each in members])
     order = np.argsort(starts, kind="stable")
     starts = starts[order]
@@ -228,56 +232,56 @@ def _whole(layout: Layout, members: list[Leaves], owner: np.ndarray) -> _Whole:
     new = np.ones(len(starts), dtype=bool)
     new[1:] = starts[1:] != starts[:-1]
     first = np.flatnonzero(new)
-    whose = owner[samples]
-    common = np.minimum.reduceat(whose, first) != np.maximum.reduceat(whose, first)
+    units = unit[samples]
+    common = np.minimum.reduceat(units, first) != np.maximum.reduceat(units, first)
     which = np.cumsum(new) - 1
     return _Whole(layout, starts[first], first, common, which, samples, least[order], most[order])
 
 
-def _same(wholes: list[_Whole], owner: np.ndarray, sample: int, how: str) -> Shared:
-    """Another owner's sample that has the largest common tensor of this one."""
+def _same(wholes: list[_Whole], unit: np.ndarray, sample: int, how: str) -> Shared:
+    """Returns this sample and one of another unit that shares its largest common tensor."""
     mine = [(w, p) for w in wholes for p in np.flatnonzero(w.samples == sample).tolist()]
     common = [(w, p) for w, p in mine if w.common[w.which[p]]]
     whole, place = max(common, key=lambda one: one[0].least[one[1]])
     users = whole.users(int(whole.which[place]))
-    other = int(users[owner[users] != owner[sample]][0])
+    other = int(users[unit[users] != unit[sample]][0])
     return Shared(min(sample, other), max(sample, other), how)
 
 
-def _overlapping(wholes: list[_Whole], owner: np.ndarray) -> Shared | None:
-    """Two samples whose tensors overlap in part."""
+def _overlapping(wholes: list[_Whole], unit: np.ndarray) -> Shared | None:
+    """Returns two samples of different units whose tensors overlap in part."""
     spaces: dict[Any, list[_Whole]] = defaultdict(list)
     for whole in wholes:
         spaces[whole.layout.space].append(whole)
     for members in spaces.values():
         low = np.concatenate([w.starts for w in members])
-        whose = np.concatenate([np.where(w.common, -1, owner[w.samples[w.first]]) for w in members])
+        units = np.concatenate([np.where(w.common, -1, unit[w.samples[w.first]]) for w in members])
         number = np.repeat(np.arange(len(members)), [len(w.starts) for w in members])
         nth = np.concatenate([np.arange(len(w.starts)) for w in members])
-        found = _first_pair([w.layout for w in members], low, whose, number)
+        found = _first_pair([w.layout for w in members], low, units, number)
         if found is not None:
             one, other = (members[number[k]].users(int(nth[k])).tolist() for k in found)
-            a, b = next((a, b) for a in one for b in other if owner[a] != owner[b])
+            a, b = next((a, b) for a in one for b in other if unit[a] != unit[b])
             return Shared(min(a, b), max(a, b), "part")
     return None
 
 
 def _first_pair(
-    layouts: list[Layout], low: np.ndarray, whose: np.ndarray, number: np.ndarray
+    layouts: list[Layout], low: np.ndarray, units: np.ndarray, number: np.ndarray
 ) -> tuple[int, int] | None:
-    """Two tensors of different owners whose runs overlap.
+    """Returns two tensors of different units whose runs overlap.
 
-    Tensors that lie between each other's runs (a transposed data set) are told by a first run of each:
-    where all that touch fit into one step of a dimension, no step leads from one to another.
+    Tensors that interleave (a transposed data set) are compared by a first run of each. If all that
+    touch fit into one step of a dimension, no step leads from one to another.
 
     Raises:
         ArgumentError: there are too many runs to compare.
     """
     extent = np.array([layout.extent for layout in layouts])[number]
-    left = np.flatnonzero(_touching(low, low + extent, whose))
+    left = np.flatnonzero(_touching(low, low + extent, units))
     own = [layouts[i].outer for i in np.unique(number[left]).tolist()]
     below = np.full(len(low), np.iinfo(np.int64).max)
-    """Steps that are left to look at are smaller than this."""
+    """Bound of the steps that are left to compare."""
     for step in sorted({stride for outer in own for _, stride in outer}, reverse=True):
         spans = [sum((n - 1) * step for n, stride in x.outer if stride == step) for x in layouts]
         first = extent - np.array(spans)[number]
@@ -287,15 +291,15 @@ def _first_pair(
         np.maximum.at(stop, part, (low + first)[left])
         fitting = left[(stop - start)[part] <= step]
         extent[fitting], below[fitting] = first[fitting], step
-        left = left[_touching(low[left], (low + extent)[left], whose[left])]
-    return _of_runs(layouts, left, low, whose, number, below) if len(left) else None
+        left = left[_touching(low[left], (low + extent)[left], units[left])]
+    return _of_runs(layouts, left, low, units, number, below) if len(left) else None
 
 
 def _of_runs(
-    layouts: list[Layout], left: np.ndarray, low: np.ndarray, whose: np.ndarray,
+    layouts: list[Layout], left: np.ndarray, low: np.ndarray, units: np.ndarray,
     number: np.ndarray, below: np.ndarray,
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Two of the tensors `left`, each run compared with each; of steps `below` these."""
+    """Compares all runs of the tensors `left`, of steps below `below`, and returns two that overlap."""
     kinds, which_kind = np.unique(
         np.stack([number[left], below[left]]), axis=1, return_inverse=True
     )
@@ -304,8 +308,9 @@ def _of_runs(
     count = int(np.array([prod(n for n, _ in each) for each in dims])[which_kind].sum())
     if count > _MOST_RUNS:
         raise ArgumentError(
-            f"samples of the data set lie between each other in memory, in {count} pieces, too many to "
-            "compare. Call contiguous() on the tensors that they are read from"
+            f"Samples of the data set interleave in memory in {count} pieces, too many to check for "
+            "overlaps. Call contiguous() on the tensors that they are read from.",
+            doc="internal-limits",
         )
     lows, which, runs = [], [], []
     for k, (i, _) in enumerate(kinds.T.tolist()):
@@ -317,29 +322,29 @@ def _of_runs(
         runs.append(np.full(len(lows[-1]), layouts[i].run))
     start, tensor = np.concatenate(lows), np.concatenate(which)
     stop = start + np.concatenate(runs)
-    mixed = np.flatnonzero(_touching(start, stop, whose[tensor]))
+    mixed = np.flatnonzero(_touching(start, stop, units[tensor]))
     mixed = mixed[np.argsort(start[mixed], kind="stable")]
     if not len(mixed):
         return None
-    # of those that touch each other all before the first of another owner are one owner's
-    change = int((whose[tensor[mixed]] != whose[tensor[mixed[0]]]).argmax())
+    # the first intervals up to `change` belong to one unit
+    change = int((units[tensor[mixed]] != units[tensor[mixed[0]]]).argmax())
     before = mixed[:change]
     return int(tensor[before[stop[before].argmax()]]), int(tensor[mixed[change]])
 
 
-def _touching(low: np.ndarray, high: np.ndarray, whose: np.ndarray) -> np.ndarray:
-    """Which intervals [low, high) are connected, by overlapping ones, with one of another owner."""
+def _touching(low: np.ndarray, high: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """Whether intervals [low, high) are connected, by overlaps, with one of another unit."""
     if not len(low):
         return np.zeros(0, dtype=bool)
     part = _connected(low, high)
     order = np.argsort(part, kind="stable")
-    first, owners = np.flatnonzero(np.diff(part[order], prepend=-1)), whose[order]
-    mixed = np.minimum.reduceat(owners, first) != np.maximum.reduceat(owners, first)
+    first, units = np.flatnonzero(np.diff(part[order], prepend=-1)), units[order]
+    mixed = np.minimum.reduceat(units, first) != np.maximum.reduceat(units, first)
     return np.asarray(mixed[part])
 
 
 def _connected(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Numbers of the groups in which intervals [low, high) overlap, from 0."""
+    """Numbers the groups of overlapping intervals [low, high), from 0."""
     order = np.argsort(low, kind="stable")
     part = np.zeros(len(low), np.int64)
     part[order[1:]] = np.cumsum(low[order[1:]] >= np.maximum.accumulate(high[order])[:-1])
@@ -352,7 +357,7 @@ def _members(stack: Any) -> list[Any]:
 
 
 def _columns(dataset: Any) -> tuple[Any, ...] | None:
-    """What a data set reads its samples from, if it is tensors or arrays with one along axis 0."""
+    """Returns the tensors or arrays that hold the samples of a data set along axis 0, if it has them."""
     if isinstance(dataset, TensorDataset):
         if type(dataset).__getitem__ is not TensorDataset.__getitem__:
             return None
@@ -363,7 +368,7 @@ def _columns(dataset: Any) -> tuple[Any, ...] | None:
 
 
 def _held(item: Any, known: _Known, depth: int = 0) -> tuple[list[_Held], int]:
-    """What an item holds, and how many numbers and characters that nothing in memory stands for."""
+    """Returns the leaves of an item, and the number of plain values and characters without memory."""
     if isinstance(item, (bytearray, memoryview, array)):
         item = np.asarray(memoryview(item))
     if _has_memory(item):
@@ -400,7 +405,7 @@ def _held_in(parts: Any, known: _Known, depth: int) -> tuple[list[_Held], int]:
     held: list[_Held] = []
     plain = 0
     for part in parts:
-        if type(part) in (int, float, bool):  # of which there may be many
+        if type(part) in (int, float, bool):  # fast, as there may be many
             plain += 1
             continue
         more, values = _held(part, known, depth + 1)
@@ -410,7 +415,7 @@ def _held_in(parts: Any, known: _Known, depth: int) -> tuple[list[_Held], int]:
 
 
 def _parts(item: Any) -> tuple[list[Any], bool]:
-    """What is in a container or an object, and whether there may be more, which is not to be seen."""
+    """Returns the parts of a container or an object, and whether it may hold more that is hidden."""
     if isinstance(item, Mapping):
         return list(item.values()), False
     if isinstance(item, (list, set, deque)):
@@ -425,7 +430,7 @@ def _parts(item: Any) -> tuple[list[Any], bool]:
 
 @cache
 def _slots(kind: Any) -> tuple[list[str], bool]:
-    """The slots of a class, and whether its objects hold nothing beside them and their __dict__."""
+    """Returns the slots of a class, and whether its objects hold only these and their __dict__."""
     slots = [m for base in kind.__mro__ for m in vars(base).items()]
     names = [name for name, member in slots if isinstance(member, MemberDescriptorType)]
     pointers = len(names) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
@@ -433,7 +438,7 @@ def _slots(kind: Any) -> tuple[list[str], bool]:
 
 
 def _by_value(kind: type) -> bool:
-    """Objects that are equal by what they say, such as dates: it is not the object that says it."""
+    """Whether objects of a class, such as dates, compare by value instead of identity."""
     return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
 
 
@@ -443,8 +448,8 @@ def _has_memory(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.dtype != object
 
 
-def _memory(x: Any, sample: int = 0) -> tuple[int, Layout, int]:
-    """(address of its first byte, layout, elements) of a tensor, without its `sample` first axes."""
+def _memory(x: Any, skipped: int = 0) -> tuple[int, Layout, int]:
+    """Returns (address of the first byte, layout, elements) of a tensor without its first axes."""
     if isinstance(x, Tensor):
         start, item, space = x.data_ptr(), x.element_size(), str(x.device)
         strides = [stride * item for stride in x.stride()]
@@ -453,7 +458,7 @@ def _memory(x: Any, sample: int = 0) -> tuple[int, Layout, int]:
         strides = list(x.strides)
     dims = [
         (size, stride)
-        for size, stride in zip(x.shape[sample:], strides[sample:], strict=True)
+        for size, stride in zip(x.shape[skipped:], strides[skipped:], strict=True)
         if size != 1 and stride
     ]
     if 0 in x.shape:
@@ -469,11 +474,11 @@ def _memory(x: Any, sample: int = 0) -> tuple[int, Layout, int]:
     return start, Layout(space, run, tuple(outer)), prod(size for size, _ in dims)
 
 
-def _of_column(column: Any, rows: np.ndarray, samples: np.ndarray) -> Leaves:
+def _of_column(column: Any, numbers: np.ndarray, samples: np.ndarray) -> Leaves:
     start, layout, size = _memory(column, 1)
     step = (
         column.stride(0) * column.element_size()
         if isinstance(column, Tensor)
         else column.strides[0]
     )
-    return Leaves(layout, start + rows * step, samples, size, size)
+    return Leaves(layout, start + numbers * step, samples, size, size)

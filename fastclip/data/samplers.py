@@ -1,7 +1,7 @@
-"""The user's own samplers: kept by Poisson sampling, or an error; repeated samples, canaries.
+"""Checks of the user's sampler, of repeated samples, and of canaries.
 
-Poisson sampling takes the sampler's place, so it must draw from the same samples, with the same weights;
-without it, the sampler's samples are trained on as they come.
+Poisson sampling replaces the sampler, so it must draw from the same samples with the same weights.
+Without it, the samples are trained on as the sampler draws them.
 """
 
 from __future__ import annotations
@@ -52,88 +52,88 @@ POISSON_OF_SAMPLES = (UniformWithReplacementSampler, PoissonSampler)
 _ALL_SAMPLES = (SequentialSampler, RandomSampler, SecureRandomSampler)
 SUBSETS = (SubsetRandomSampler, SecureSubsetSampler)
 _UNITS = (
-    "the data loader draws units already, all rows of one or none; pass the one that make_private was "
-    "given, not the one that it returned, and unit_ids again"
+    "The data loader draws units already. Pass the data loader that you gave to make_private, and "
+    "unit_ids again."
 )
-_HELD_OUT = (
-    "; to train on a part of the data pass a data loader over "
-    "torch.utils.data.Subset(dataset, indices), without a sampler"
-)
+_HELD_OUT = ". Pass a data loader over torch.utils.data.Subset(dataset, indices), without a sampler"
 
 
 def check_loader(data_loader: Any) -> None:
-    """Refuse what has no batches of samples that can be counted.
+    """Checks that a loader has batches of samples that can be counted.
 
     Raises:
-        ArgumentError: no batch sampler, no length, or no batch.
+        ArgumentError: there is no batch sampler, no length, or no batch.
     """
     batches = length_of(data_loader)
     if batches is None and not isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
-            "data_loader expects a length, for the sampling rate is q = 1 / len(data_loader), got a "
-            f"data set or sampler without one ({type(data_loader.dataset).__name__}); give it a __len__"
+            "data_loader expects a length for the sampling rate 1 / len(data_loader), got a data set "
+            f"or sampler without one ({type(data_loader.dataset).__name__}). Give it a __len__.",
+            doc="sampling",
         )
     if data_loader.batch_sampler is None and not asks_at_once(data_loader):
         raise ArgumentError(
-            "data_loader expects to make batches of samples, got batch_size=None, whose samples nobody "
-            "counts. Pass batch_size=... and a data set of single samples, or a BatchSampler as sampler"
+            "data_loader expects to make batches of samples, got batch_size=None. Pass batch_size=... "
+            "and a data set of single samples, or a BatchSampler as sampler.",
+            doc="sampling",
         )
     if batches == 0:
         raise ArgumentError(
-            "data_loader has no batch (drop_last=True with a batch larger than the data?); make the "
-            "batch smaller"
+            "data_loader expects at least one batch, got none. Use a smaller batch_size, or "
+            "drop_last=False."
         )
     if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "in_order", True):
         raise ArgumentError(
-            "data_loader expects in_order=True: with in_order=False its batches come in another order "
-            "than they were drawn"
+            "data_loader expects in_order=True, got False, which hands out batches in another order "
+            "than they were drawn. Pass in_order=True.",
+            doc="sampling",
         )
 
 
 @dataclass(frozen=True)
 class SamplerKind:
-    """What Poisson sampling must keep of a data loader's sampler."""
+    """The choices of a data loader's sampler that Poisson sampling must keep."""
 
     a_pass: int
-    """Samples in one pass over the data, on average."""
-    rows: Tensor | None = None
-    """Which may be drawn, int64; None: all."""
+    """Mean number of samples in one pass over the data."""
+    samples: Tensor | None = None
+    """Numbers of the samples that may be drawn, int64. None: all."""
     weights: Tensor | None = None
-    """Of each sample, float64 [n]: rates are proportional to them."""
+    """Weights of the samples, float64 [n]. Rates are proportional to them."""
     rate: float | None = None
-    """Of a loader that samples by Poisson already."""
+    """Rate of a loader that uses Poisson sampling already."""
     rates: Tensor | None = None
-    """Of each sample, float64 [n], of such a loader."""
+    """Rates of the samples of such a loader, float64 [n]."""
     generator: Any = None
 
 
 def check_poisson(data_loader: DataLoader, distributed: bool) -> SamplerKind:
-    """What Poisson sampling in the place of the loader's sampler must keep.
+    """Returns the choices that Poisson sampling must keep if it replaces the loader's sampler.
 
     Raises:
-        ArgumentError: a sampler whose choice cannot be kept: of the user's own, or a subclass.
+        ArgumentError: the sampler's choice cannot be kept, as it is the user's own or a subclass.
     """
     if isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
-            "Uniform sampling is not supported for IterableDataset, whose rows cannot be drawn one by "
-            "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False, which takes "
-            "a stream"
+            "Uniform sampling is not supported for IterableDataset, whose samples cannot be drawn one "
+            "by one. Pass a data set with __getitem__ and __len__, or poisson_sampling=False.",
+            doc="sampling",
         )
     check_loader(data_loader)
     check_batches(data_loader)
     sampler = drawing(data_loader)
     if asks_at_once(data_loader):
         raise ArgumentError(
-            "poisson_sampling=True draws batches instead of the data loader's sampler, a "
+            f"poisson_sampling=True replaces the data loader's "
             f"{unwatched(data_loader.sampler).__name__}, and asks the data set for single samples. "
-            "Pass batch_size=... instead of the sampler (a data set with __getitems__ still reads a "
-            "batch at once), or poisson_sampling=False"
+            "Pass batch_size=... instead of the sampler, or poisson_sampling=False.",
+            doc="sampling",
         )
     kind = unwatched(sampler)
     samples = len(data_loader.dataset)  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None)
     if isinstance(sampler, UnitSampler):
-        raise ArgumentError(_UNITS)
+        raise ArgumentError(_UNITS, doc="privacy-units")
     if kind in SUBSETS:
         chosen = _numbers(sampler.indices, kind.__name__)
         Distinct(samples, kind.__name__).check(chosen)
@@ -148,16 +148,17 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> SamplerKind:
     everywhere = kind is DistributedSampler and (distributed or sampler.num_replicas == 1)
     if kind not in _ALL_SAMPLES and not everywhere:
         raise ArgumentError(
-            f"poisson_sampling=True draws from all {samples} rows of the data set, in the place of the "
-            f"data loader's {kind.__name__}, so that rows it leaves out would be trained on"
-            f"{_HELD_OUT}, or pass poisson_sampling=False"
+            f"poisson_sampling=True draws from all {samples} samples of the data set and replaces the "
+            f"data loader's {kind.__name__}, so samples that it leaves out would be trained on"
+            f"{_HELD_OUT}, or pass poisson_sampling=False.",
+            doc="sampling",
         )
     source = len(sampler.dataset if everywhere else sampler.data_source)
     if source != samples:
         raise ArgumentError(
-            f"poisson_sampling=True draws from all {samples} rows of the data set, but the data "
-            "loader's "
-            f"{kind.__name__} draws from {source}{_HELD_OUT}"
+            f"poisson_sampling=True draws from all {samples} samples of the data set, and the data "
+            f"loader's {kind.__name__} draws from {source}{_HELD_OUT}.",
+            doc="sampling",
         )
     a_pass = samples if everywhere else getattr(sampler, "num_samples", samples)
     return SamplerKind(a_pass, generator=generator)
@@ -168,8 +169,9 @@ def _numbers(indices: Any, name: str) -> Tensor:
         listed = [operator.index(i) for i in indices]
     except TypeError as error:
         raise ArgumentError(
-            f"poisson_sampling=True draws rows by their numbers, and the data loader's {name} has other "
-            f"keys{_HELD_OUT}"
+            "poisson_sampling=True draws samples by their numbers, and the data loader's "
+            f"{name} has other keys{_HELD_OUT}.",
+            doc="sampling",
         ) from error
     return torch.tensor(listed, dtype=torch.int64, device="cpu")
 
@@ -178,36 +180,41 @@ def _weights(sampler: WeightedRandomSampler, samples: int) -> Tensor:
     weights = torch.as_tensor(sampler.weights, dtype=torch.float64, device="cpu")
     if weights.shape != (samples,):
         raise ArgumentError(
-            f"the data loader's WeightedRandomSampler expects a weight for each of the {samples} "
-            "rows of "
-            f"the data set, got {list(weights.shape)}; give rows that may not be drawn a weight of 0"
+            f"The data loader's WeightedRandomSampler expects one weight for each of the {samples} "
+            f"samples of the data set, got shape {list(weights.shape)}. Give samples that must not be "
+            "drawn a weight of 0.",
+            doc="sampling",
         )
     if not bool((weights.isfinite() & (weights >= 0)).all()) or not bool(weights.any()):
         raise ArgumentError(
-            "the data loader's WeightedRandomSampler expects finite weights of 0 or more, one of them "
-            "above 0, for rows are drawn in proportion to them"
+            "The data loader's WeightedRandomSampler expects finite weights of 0 or more, at least one "
+            "above 0, got others. Correct the weights.",
+            doc="sampling",
         )
     return weights
 
 
 def _as_before(sampler: Any, samples: int) -> SamplerKind:
-    """Of a loader that samples by Poisson, all samples or a rank's share: the same samples and rate."""
+    """Returns the samples and rate of a loader that uses Poisson sampling already, if unchanged."""
     if getattr(sampler, "max_batch_size", None) is not None:
         raise ArgumentError(
-            "the data loader cuts its draws (max_batch_size) already; pass the data loader that "
-            "make_private was given, not the one that it returned"
+            "The data loader truncates its batches already (max_batch_size). Pass the data loader that "
+            "you gave to make_private.",
+            doc="sampling",
         )
     if getattr(sampler, "shared", False):
         raise ArgumentError(
-            "the data loader draws one rank's share of the rows already; pass the data loader that "
-            "make_private was given, not the one that it returned"
+            "The data loader draws one rank's share of the samples already. Pass the data loader that "
+            "you gave to make_private.",
+            doc="several-processes",
         )
-    chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
+    chosen, rates = getattr(sampler, "samples", None), getattr(sampler, "rates", None)
     a_pass = getattr(sampler, "total_size", sampler.num_samples)
     if a_pass != (samples if chosen is None else len(chosen)):
         raise ArgumentError(
-            f"the data loader's {unwatched(sampler).__name__} draws from {a_pass} rows, "
-            f"and the data set has {samples}{_HELD_OUT}"
+            f"The data loader's {unwatched(sampler).__name__} draws from {a_pass} samples, "
+            f"and the data set has {samples}{_HELD_OUT}.",
+            doc="sampling",
         )
     return SamplerKind(
         a_pass, chosen, rate=sampler.sample_rate, rates=rates, generator=sampler.generator
@@ -215,13 +222,13 @@ def _as_before(sampler: Any, samples: int) -> SamplerKind:
 
 
 def check_order(data_loader: DataLoader) -> Distinct | None:
-    """Refuse, without Poisson sampling, a sampler that may draw a sample twice in a pass.
+    """Checks, without Poisson sampling, that the sampler draws no sample twice in a pass.
 
     Returns:
-        What refuses such samples when they are drawn; None where the sampler is known to draw none.
+        A check of samples when they are drawn. None if the sampler is known to draw none twice.
 
     Raises:
-        ArgumentError: a sampler that is known to draw samples twice, or more often than others.
+        ArgumentError: the sampler draws samples twice, or some more often than others.
     """
     check_loader(data_loader)
     outer = outermost(data_loader)
@@ -230,26 +237,29 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     if isinstance(data_loader.dataset, IterableDataset):
         return None
     if isinstance(sampler, UnitSampler):
-        raise ArgumentError(_UNITS)
+        raise ArgumentError(_UNITS, doc="privacy-units")
     samples = len(data_loader.dataset)  # type: ignore[arg-type]
     inner = sampler
     while hasattr(inner, "sampler"):
         inner = inner.sampler
-    again = "; use shuffle=True, or poisson_sampling=True without a sampler"
+    again = ". Pass shuffle=True, or poisson_sampling=True without a sampler."
     if isinstance(inner, WeightedRandomSampler):
         raise ArgumentError(
-            f"the data loader's {unwatched(inner).__name__} draws some rows more often than others, and "
-            f"epsilon is stated for rows drawn once in {len(data_loader)} batches{again}"
+            f"The data loader's {unwatched(inner).__name__} draws some samples more often than others, "
+            f"and epsilon assumes that each is drawn once in {len(data_loader)} batches{again}",
+            doc="sampling",
         )
     if isinstance(inner, RandomSampler) and inner.replacement:
         raise ArgumentError(
-            f"the data loader's {unwatched(inner).__name__}(replacement=True) may draw a row twice into "
-            f"one batch, where it would contribute twice{again}"
+            f"The data loader's {unwatched(inner).__name__}(replacement=True) may draw a sample twice "
+            f"into one batch, where it would contribute twice{again}",
+            doc="sampling",
         )
     if isinstance(inner, RandomSampler) and inner.num_samples > len(inner.data_source):
         raise ArgumentError(
-            f"the data loader's {unwatched(inner).__name__} draws {inner.num_samples} rows in a pass "
-            f"from {len(inner.data_source)}, so a row is drawn more often than epsilon says{again}"
+            f"The data loader's {unwatched(inner).__name__} draws {inner.num_samples} samples in a pass "
+            f"from {len(inner.data_source)}, so one is drawn more often than epsilon states{again}",
+            doc="sampling",
         )
     if isinstance(sampler, _POISSON):  # a sample may be in several of its draws, but once in each
         return Distinct(samples, kind.__name__, once=False)
@@ -262,7 +272,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
 
 
 def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
-    """Without Poisson sampling each rank's sampler must draw a share of its own, and no sample twice.
+    """Checks, without Poisson sampling, that each rank's sampler draws its own share of the samples.
 
     Raises:
         ArgumentError: two ranks would train on the same sample.
@@ -271,18 +281,19 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
     mine = (ranks.count, ranks.number)
     if unwatched(sampler) is not DistributedSampler or mine != (sampler.num_replicas, sampler.rank):
         raise ArgumentError(
-            "without Poisson sampling each rank trains on a share of the rows, and the data loader's "
-            f"{unwatched(sampler).__name__} does not draw that of rank {ranks.number} of {ranks.count}: "
-            "pass a DistributedSampler of these ranks, or poisson_sampling=True, which draws shares "
-            "from any data loader"
+            f"The data loader's {unwatched(sampler).__name__} does not draw the share of rank "
+            f"{ranks.number} of {ranks.count}, so ranks may train on the same samples. Pass a "
+            "DistributedSampler of these ranks, or poisson_sampling=True.",
+            doc="several-processes",
         )
     if not sampler.drop_last and len(sampler.dataset) % ranks.count:
         raise ArgumentError(
-            "the data loader's DistributedSampler repeats rows so that all ranks have as many, which "
-            "would contribute twice; pass it drop_last=True"
+            "The data loader's DistributedSampler repeats samples to give all ranks as many, and these "
+            "would contribute twice. Pass it drop_last=True.",
+            doc="several-processes",
         )
     ranks.agree({"order of the DistributedSampler": (sampler.seed, sampler.shuffle)})
-    if sampler.shuffle:  # by set_epoch, whose orders give shares of their own
+    if sampler.shuffle:  # the shares depend on set_epoch
         ranks.followed["the DistributedSampler's epoch"] = lambda: sampler.epoch
 
 
@@ -292,7 +303,7 @@ def draws_independently(loader: DataLoader) -> bool:
 
 
 def length_of(loader: DataLoader) -> int | None:
-    """Batches of a pass; None if nobody knows."""
+    """Number of batches in a pass. None if it is not known."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -300,7 +311,7 @@ def length_of(loader: DataLoader) -> int | None:
 
 
 def order_of(loader: DataLoader) -> tuple[int, bool]:
-    """(samples in one pass, whether their order is drawn at random) of a loader's own sampler."""
+    """Returns the number of samples in a pass of a loader's sampler, and whether it shuffles them."""
     sampler = drawing(loader)
     kind = unwatched(sampler)
     if kind in SUBSETS:
@@ -311,11 +322,10 @@ def order_of(loader: DataLoader) -> tuple[int, bool]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Samples that a loader may draw apart, by their numbers, and that are one record or share a part of
-# it.
+# Samples that a loader may draw independently, and that are one record or share a part of it.
 #
-# Such a record contributes more often than epsilon states: a Subset with a sample ten times, a data
-# set joined with itself, one tensor expanded to many samples, overlapping windows of a series.
+# Such a record contributes more often than epsilon states. Examples are a Subset with a sample ten
+# times, a data set joined with itself, one tensor expanded to many samples, and overlapping windows.
 
 
 _HOW = {
@@ -324,28 +334,28 @@ _HOW = {
     "part": "overlap in memory",
 }
 _FIX = {
-    "copies": "Leave out the copies, or pass unit_ids with one id for all samples of a record",
+    "copies": "Leave out the copies, or pass unit_ids with one id for all samples of a record.",
     "more": "Leave out the copies, or pass unit_ids (keep what is the same for all samples out of the "
-    "data set, or clone() it)",
-    "part": "Leave out samples that overlap, or pass unit_ids with one id for all samples of a record",
+    "data set, or clone() it).",
+    "part": "Leave out samples that overlap, or pass unit_ids with one id for all samples of a record.",
 }
 
 
 def check_copies(loader: DataLoader, choice: SamplerKind | None, unit: Tensor | None) -> None:
-    """Raise an error if a record is in several samples that may be drawn apart.
+    """Raises an error if a record is in several samples that may be drawn independently.
 
-    Formal guarantee: none of the samples that torch's data sets, tensors, arrays and lists hold shares
-    memory with another unit's (`sample_memory.shared`). Of a data set of the user's own, four samples
-    are read and compared, unless its workers are the first to read it or a sampler of the user's own
-    draws, whose keys are not known.
+    Formal guarantee: no sample of torch's data sets, tensors, arrays and lists shares memory with a
+    sample of another unit (`sample_memory.shared`). Of a user's own data set, four samples are read and
+    compared. They are not if its workers are the first to read it, or if a user's sampler draws, whose
+    keys are unknown.
 
     Args:
-        choice: of the samples to draw; None if the loader's own sampler draws.
-        unit: of each sample, -1 for those that are not drawn: what shares memory must be one unit's.
-            None if samples are drawn one by one.
+        choice: choice of the samples to draw. None: the loader's own sampler draws.
+        unit: int64, unit of each sample, -1 for those that are not drawn. Samples that share memory must
+            belong to one unit. None: single samples are drawn.
 
     Raises:
-        ArgumentError: naming two of them.
+        ArgumentError: samples share memory. It names two of them.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
@@ -356,16 +366,17 @@ def check_copies(loader: DataLoader, choice: SamplerKind | None, unit: Tensor | 
     home = unwatched(sampler).__module__.split(".")[0]
     unknown = choice is None and home not in ("torch", "fastclip", "opacus")
     drawn = everything if drawn is None else drawn
-    owner = everything if unit is None else unit.numpy()
-    found = shared(list(leaves_of(dataset, drawn, drawn)), owner)
-    # workers may be the first to open a file, which does not survive being opened before the fork, and
-    # a sampler of the user's own may draw other keys than numbers
+    unit_of = everything if unit is None else unit.numpy()
+    found = shared(list(leaves_of(dataset, drawn, drawn)), unit_of)
+    # A file must not be opened before workers are forked, and a user's sampler may draw other keys
+    # than numbers.
     asked = choice is not None or not (unknown or loader.num_workers)
     if found is None and asked and reads_by_itself(dataset):
-        found = _as_read(dataset, drawn, owner)
+        found = _as_read(dataset, drawn, unit_of)
     if found is not None:
         by = type(sampler).__name__ if unknown else None
-        raise ArgumentError(_said(type(dataset).__name__, found, by, unit is not None))
+        said = _said(type(dataset).__name__, found, by, unit is not None)
+        raise ArgumentError(said, doc="privacy-units" if unit is not None else "data-order")
 
 
 def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
@@ -374,33 +385,33 @@ def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
     if units:
         return (
             f"unit_ids gives two units to {pair}, which {how}. Give both the same id, or clone() memory "
-            "that belongs to several units"
+            "that belongs to several units."
         )
     if sampler is not None:
         return (
-            f"the sampler ({sampler}) may draw {pair}, which {how}. Pass a torch.utils.data.Subset of "
-            "the samples to draw"
+            f"The sampler ({sampler}) may draw {pair}, which {how}. Pass a torch.utils.data.Subset of "
+            "the samples to draw."
         )
-    return f"{pair} {how}. {_FIX[found.how]}"
+    return f"S{pair[1:]} {how}. {_FIX[found.how]}"
 
 
-def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | None:
-    """Of some samples that are read, all of which are held: memory that is free again is nobody's."""
+def _as_read(dataset: Any, drawn: np.ndarray, unit_of: np.ndarray) -> Shared | None:
+    """Reads and compares some samples. All are kept, because freed memory may be used again."""
     few = (
         np.unique(drawn[[0, min(1, len(drawn) - 1), len(drawn) // 2, -1]]) if len(drawn) else drawn
     )
     items: list[Any] = []
-    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+    with generators_restored(), suppress(Exception):  # the loader reports unreadable samples
         for sample in few.tolist():
             items.append(dataset[sample])
     read = few[: len(items)]
-    return shared(list(leaves_of_items(items, read, "numbers", read)), owner)
+    return shared(list(leaves_of_items(items, read, "numbers", read)), unit_of)
 
 
 def _drawn(
     loader: DataLoader, choice: SamplerKind | None, unit: Tensor | None
 ) -> np.ndarray | None:
-    """Numbers of the samples that may be drawn, int64; None: all."""
+    """Returns the numbers of the samples that may be drawn, int64. None: all."""
     if unit is not None:
         return (unit >= 0).nonzero().reshape(-1).numpy()
     if choice is None:
@@ -408,12 +419,12 @@ def _drawn(
         if unwatched(sampler) in SUBSETS:
             samples = numbers(sampler.indices)
             return None if samples is None else samples % len(loader.dataset)  # type: ignore[arg-type]
-        drawn = sampler.rows if isinstance(sampler, PoissonSampler) else None
+        drawn = sampler.samples if isinstance(sampler, PoissonSampler) else None
         return None if drawn is None else drawn.numpy()
     weights = choice.weights if choice.rates is None else choice.rates
     if weights is not None:
         return (weights > 0).nonzero().reshape(-1).numpy()
-    return None if choice.rows is None else choice.rows.numpy()
+    return None if choice.samples is None else choice.samples.numpy()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -421,11 +432,12 @@ def _drawn(
 
 
 class Mixed(ConcatDataset[Any]):
-    """Samples, and behind them the canaries that are in.
+    """Samples, followed by the canaries that are included.
 
     Args:
-        data_set: the samples. canaries: those whose coins say so.
-        coins: the name of all coins, which nothing else bears; copies of the data set keep it.
+        data_set: the samples.
+        canaries: the canaries that their coins include.
+        coins: unique name of all coins, which copies of the data set keep.
     """
 
     def __init__(self, data_set: Dataset[Any], canaries: Dataset[Any], coins: str) -> None:
@@ -435,20 +447,20 @@ class Mixed(ConcatDataset[Any]):
 
 @dataclass(frozen=True)
 class Canaries:
-    """Those of the data set that a loader draws from."""
+    """The canaries in the data set that a loader draws from."""
 
     coins: str
-    """As of Mixed."""
+    """Name of all coins, as in `Mixed`."""
     drawn: bool
-    """Each may be drawn, and as a unit of its own."""
+    """Whether each may be drawn, as a unit of its own."""
 
 
 def canaries_of(data_set: Any, choice: SamplerKind | None, unit: Tensor | None) -> Canaries | None:
-    """None for a data set without any, or one that was made from a mixed one (a subset, a transform).
+    """Returns the canaries of a `Mixed` data set. None for others, such as a subset of a mixed one.
 
     Args:
-        choice: of the samples to draw; None where the loader's own sampler draws.
-        unit: of each sample, -1 for those that are not drawn; None where samples are drawn one by one.
+        choice: choice of the samples to draw. None: the loader's own sampler draws.
+        unit: int64, unit of each sample, -1 for those not drawn. None: single samples are drawn.
     """
     if not isinstance(data_set, Mixed):
         return None
@@ -460,7 +472,7 @@ def canaries_of(data_set: Any, choice: SamplerKind | None, unit: Tensor | None) 
         weights = choice.weights if choice.rates is None else choice.rates
         if weights is not None:
             may = weights > 0
-        elif choice.rows is not None:
-            may.zero_()[choice.rows] = True
+        elif choice.samples is not None:
+            may.zero_()[choice.samples] = True
     first = len(data_set.datasets[0])  # type: ignore[arg-type]
     return Canaries(data_set.coins, bool(may[first:].all()))

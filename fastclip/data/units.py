@@ -1,4 +1,4 @@
-"""Privacy units: the unit of each sample, and which samples of a batch belong to one."""
+"""The privacy unit of each sample, and the samples of a batch that belong to each unit."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from fastclip.data.dataset import value_of
 from fastclip.errors import ArgumentError, ArgumentTypeError, BatchSizeError
 from fastclip.ops.units import UnitSamples
 
-_EACH = "unit_ids expects one id for each row of the data set, in its order"
+_EACH = "unit_ids expects one id per sample of the data set"
 
 
 def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
-    """The unit of each sample, int64 [samples], from 0, in the order in which units first appear.
+    """Returns the unit of each sample, int64 [samples], numbered from 0 in order of appearance.
 
     Args:
-        unit_ids: one id a sample of the data set, in its order: a tensor, a list, an array or a
-            Series of ids that can be compared (numbers, strings, tuples), or the name of a column:
-            of a Hugging Face data set, or of the one DataFrame of as many samples that the data set
-            holds, whose samples must come in the data set's order. Of a Subset: a column of what it
-            is a subset of.
+        unit_ids: one id per sample of the data set, in its order. A tensor, a list, an array or a Series
+            of ids that can be compared (numbers, strings, tuples), or the name of a column. The column
+            belongs to a Hugging Face data set, or to the one DataFrame of as many entries that the data
+            set holds, in the data set's order. For a Subset, it is a column of the whole data set.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no such column, another number of ids, a missing id, or numbers
-            beside strings: samples of one unit would count as several.
+        ArgumentError, ArgumentTypeError: there is no such column, the number of ids differs, an id is
+            missing, or numbers are mixed with strings. Samples of one unit would count as several.
     """
     samples = len(dataset)
     ids = _column(dataset, unit_ids) if isinstance(unit_ids, str) else _listed(unit_ids)
     if len(ids) != samples:
-        raise ArgumentError(f"{_EACH}: {samples} of them, got {len(ids)}")
+        raise ArgumentError(f"{_EACH} ({samples}), got {len(ids)}.", doc="privacy-units")
     numbers: dict[Any, int] = {}
     found = [
         numbers.setdefault(_comparable(i, sample), len(numbers)) for sample, i in enumerate(ids)
@@ -47,31 +46,33 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
 def _listed(ids: Any) -> list[Any]:
     if isinstance(ids, (bytes, dict, set, frozenset, Iterator)):  # the last is read once
         raise ArgumentTypeError(
-            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
+            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}."
         )
     shape = getattr(ids, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise ArgumentError(f"{_EACH}, of shape [rows], got shape {list(shape)}")
+        raise ArgumentError(f"{_EACH}, of shape [samples], got shape {list(shape)}.")
     try:
         return ids.tolist() if hasattr(ids, "tolist") else list(ids)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
+            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}."
         ) from error
 
 
 def _comparable(unit: Any, sample: int) -> Any:
-    """The id as something that is equal where ids are."""
+    """Converts an id to a value that is equal if ids are equal."""
     if isinstance(unit, tuple):
         return tuple(_comparable(part, sample) for part in unit)
     if isinstance(unit, Tensor) and unit.dim():
-        raise ArgumentError(f"{_EACH}, got a tensor of shape {list(unit.shape)} for row {sample}")
+        raise ArgumentError(
+            f"{_EACH}, got a tensor of shape {list(unit.shape)} for sample {sample}."
+        )
     try:
         unit = value_of(unit)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{_EACH}, each of which can be hashed and compared by value (a number, a string, a tuple), "
-            f"got {error} for row {sample}"
+            "unit_ids expects ids that can be hashed and compared by value (numbers, strings, tuples), "
+            f"got {error} for sample {sample}."
         ) from error
     try:
         missing = unit is None or bool(unit != unit)
@@ -79,18 +80,19 @@ def _comparable(unit: Any, sample: int) -> Any:
         missing = True
     if missing:
         raise ArgumentError(
-            f"{_EACH}, got none ({unit!r}) for row {sample}: such rows would count as units of "
-            "their own; "
-            "leave them out of the data set, or give each its unit"
+            f"{_EACH}, got none ({unit!r}) for sample {sample}, so each such sample would count as a "
+            "unit of its own. Leave these samples out of the data set, or give them ids.",
+            doc="privacy-units",
         )
     return unit
 
 
 def _check_kinds(numbers: dict[Any, int], found: list[int]) -> None:
-    """Refuse numbers beside strings, and strings beside bytes: 12 and "12" are one patient, and unequal.
+    """Raises an error for ids of mixed kinds, because 12 and "12" are one patient and not equal.
 
     Args:
-        numbers: of the units, by their ids. found: of each sample.
+        numbers: number of each unit, by its id.
+        found: unit of each sample.
     """
     first: dict[tuple[int, ...], tuple[str, Any]] = {}
     for unit, number in numbers.items():
@@ -99,16 +101,15 @@ def _check_kinds(numbers: dict[Any, int], found: list[int]) -> None:
             if kind != before:
                 samples = found.index(numbers[other]), found.index(number)
                 raise ArgumentError(
-                    f"{_EACH}, all of one kind, got {other!r} for row {samples[0]} and {unit!r} for row "
-                    f"{samples[1]}: {before} and {kind} are never equal, so rows of one unit "
-                    "would count "
-                    "as several; make all of them strings (dtype=str where pandas reads the file, or "
-                    ".astype(str))"
+                    f"unit_ids expects ids of one kind, got {other!r} for sample {samples[0]} and "
+                    f"{unit!r} for sample {samples[1]} ({before} and {kind}), so one unit would count "
+                    "as several. Make all of them strings (dtype=str in pandas).",
+                    doc="privacy-units",
                 )
 
 
 def _kinds(unit: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Of what kind an id is; of a tuple its parts, by its length and their places."""
+    """Yields the kind of an id. For a tuple, of its parts, by its length and their positions."""
     if isinstance(unit, tuple):
         for number, part in enumerate(unit):
             yield from _kinds(part, (*place, len(unit), number))
@@ -119,26 +120,27 @@ def _kinds(unit: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
 
 
 def _column(dataset: Any, name: str) -> list[Any]:
-    """A column of what the data set is, or holds."""
+    """Returns a column of the data set, or of a table that it holds."""
     tables = list(_tables(dataset, name))
     if not tables and isinstance(dataset, Subset):
         whole = _column(dataset.dataset, name)
         return [whole[int(i)] for i in dataset.indices]
     if len(tables) != 1:
         raise ArgumentError(
-            f"unit_ids={name!r} expects such a column in the data set ({type(dataset).__name__}), "
-            f"or in a DataFrame that it holds, with a row for each of its rows, found {len(tables)}; "
-            "pass the ids themselves, one for each row"
+            f"unit_ids={name!r} expects one such column in the data set ({type(dataset).__name__}) or "
+            f"its DataFrame, with an entry per sample, got {len(tables)}. Pass the ids themselves, one "
+            "per sample.",
+            doc="privacy-units",
         )
     return _listed(tables[0][name])
 
 
 def _tables(dataset: Any, name: str) -> Iterator[Any]:
-    """The data set, or what it holds, where that has a column of this name."""
+    """Yields the data set, or the tables that it holds, with a column of this name."""
     if name in _names(dataset):
         yield dataset
         return
-    # of a Subset the whole is in another order, even where it has as many samples
+    # the data set of a Subset has another order, even if it has as many samples
     seen = {id(dataset.dataset)} if isinstance(dataset, Subset) else set()
     for held in getattr(dataset, "__dict__", {}).values():
         if name in _names(held) and len(held) == len(dataset) and id(held) not in seen:
@@ -158,15 +160,15 @@ def _names(table: Any) -> list[Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Samples that belong to one unit of privacy (a patient), in a draw and in the batch that is in hand.
+# Samples that belong to one privacy unit (a patient), in a sampled batch and in the batch in hand.
 #
-# A draw of units is their samples, unit by unit, so how many samples each unit has says whose a
-# sample is. Batches are cut between units alone: a unit's gradient is clipped as one, so its
-# samples must come in one pass.
+# A batch of units holds their samples, unit by unit, so the numbers of samples identify the unit of
+# each. Batches are split only between units. A unit's gradient is clipped as one, so its samples must
+# come in one pass.
 
 
 def of_sizes(sizes: Sequence[int], reduction: str) -> UnitSamples:
-    """The samples of units of so many samples each, in their order."""
+    """Returns the samples of units with these numbers of samples, in order."""
     counts = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     units = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
     return UnitSamples(
@@ -175,18 +177,19 @@ def of_sizes(sizes: Sequence[int], reduction: str) -> UnitSamples:
 
 
 def cut_between_units(sizes: Iterable[int], most: int | None) -> list[range]:
-    """The samples of a draw in parts of at most `most` samples, none of which holds a part of a unit.
+    """Splits a batch into parts of at most `most` samples, without splitting a unit.
 
     Args:
-        sizes: samples of each unit, in order. most: None does not cut.
+        sizes: number of samples of each unit, in order.
+        most: largest number of samples of a part. None: one part.
 
     Raises:
-        BatchSizeError: one unit has more samples.
+        BatchSizeError: a unit has more samples.
     """
     cuts, start, stop = [], 0, 0
     for size in sizes:
         if most is not None and size > most:
-            raise BatchSizeError(too_large(size, most))
+            raise BatchSizeError(too_large(size, most), doc="privacy-units")
         if most is not None and stop + size - start > most:
             cuts.append(range(start, stop))
             start = stop
@@ -195,25 +198,26 @@ def cut_between_units(sizes: Iterable[int], most: int | None) -> list[range]:
 
 
 def too_large(samples: int, most: int) -> str:
-    """What to say where a unit does not fit into a physical batch."""
+    """Returns the message for a unit that does not fit into a physical batch."""
     return (
-        f"physical batches of at most {most} rows cannot hold a unit of {samples} rows, whose "
-        "gradient is "
-        f"clipped as one, so that its rows may not be split: allow physical batches of {samples} rows "
-        "(max_physical_batch_size, or per_device_train_batch_size of a Trainer), or pass "
-        f"max_samples_per_unit={most} or less to make_private"
+        f"Physical batches of at most {most} samples cannot hold a unit of {samples} samples, which is "
+        f"clipped as one and must not be split. Allow physical batches of {samples} samples "
+        "(max_physical_batch_size, per_device_train_batch_size), or pass "
+        f"max_samples_per_unit={most} to make_private."
     )
 
 
 class UnitBatch(list):
     """The samples of drawn units, unit by unit.
 
-    Opacus' BatchMemoryManager splits a draw by np.array_split, which this class answers by NumPy's own
-    protocol for arrays of other libraries (NEP 18): with parts that end between units.
+    Opacus' BatchMemoryManager splits a batch by np.array_split. This class implements it by NumPy's
+    protocol for arrays of other libraries (NEP 18), with parts that end between units.
 
     Args:
-        samples: numbers of samples. sizes: how many belong to each unit, in order. largest: samples
-            that any unit can bring. reduction: as of UnitSamples.
+        samples: numbers of the samples.
+        sizes: number of samples of each unit, in order.
+        largest: largest number of samples of any unit.
+        reduction: as in `UnitSamples`.
     """
 
     def __init__(
@@ -222,12 +226,12 @@ class UnitBatch(list):
         super().__init__(samples)
         self.sizes, self.largest, self.reduction = tuple(sizes), largest, reduction
         self.most: int | None = None
-        """Samples of a physical batch, where a splitting sampler draws."""
+        """Samples of a physical batch, if a splitting sampler draws."""
         self.cuts: list[range] | None = None
-        """The parts that a splitting sampler was given, as places in this list."""
+        """The parts that a splitting sampler was given, as positions in this list."""
 
     def __reduce__(self) -> Any:
-        """To a worker process, which reads the samples, go their numbers alone."""
+        """Sends a worker process, which reads the samples, only their numbers."""
         return list, (list(self),)
 
     def __array_function__(
@@ -240,12 +244,12 @@ class UnitBatch(list):
         if most is None:
             return function(*plain)
         if self.largest > most:
-            raise BatchSizeError(too_large(self.largest, most))
+            raise BatchSizeError(too_large(self.largest, most), doc="privacy-units")
         self.cuts = cut_between_units(self.sizes, most)
         return [np.asarray(self[cut.start : cut.stop]) for cut in self.cuts]
 
-    def rows_of(self, part: range) -> UnitSamples | None:
-        """Whose the samples of a part are; None where it begins or ends within a unit."""
+    def samples_of(self, part: range) -> UnitSamples | None:
+        """Returns the units of the samples of a part. None if it begins or ends within a unit."""
         sizes, stop = [], 0
         for size in self.sizes:
             start, stop = stop, stop + size
@@ -255,5 +259,5 @@ class UnitBatch(list):
 
 
 def _plain(value: Any) -> Any:
-    """Lists in the place of unit batches, nested ones included."""
+    """Converts unit batches to lists, including nested ones."""
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

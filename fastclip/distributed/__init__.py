@@ -1,1 +1,1 @@
-"""Several processes that train one private model: who has which samples, and what they exchange."""
+"""Several processes that train one private model, their shares of samples and their exchanges."""

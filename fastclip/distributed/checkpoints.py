@@ -1,4 +1,4 @@
-"""A model's state as one process has it: what one number of ranks saved, another goes on from."""
+"""State of a model as one process has it, so any number of ranks can resume it."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from fastclip.distributed.processes import bare
 from fastclip.distributed.shards import let_go
 
 _WRAPPED = "_module."
-"""Before the keys of a model that make_private returned, as with Opacus."""
+"""Prefix of the keys of a model that make_private returned, as with Opacus."""
 
 
 def model_of(module: Any) -> nn.Module:
-    """The model itself, where `module` is the handle that make_private(wrap_model=False) returned."""
+    """Returns the model itself, if `module` is the module handle of make_private(wrap_model=False)."""
     handle = isinstance(module, AbstractGradSampleHooks) and not isinstance(module, nn.Module)
     return module._module if handle else module
 
 
 def as_alone(module: nn.Module) -> Any:
-    """What holds the state of a model with the keys and tensors that it has in one process.
+    """Returns a holder of the model's state, with the keys and tensors that it has in one process.
 
     Args:
-        module: private, as make_private returned it or in place; or not.
+        module: a private model, as make_private returned it or in place, or a standard one.
     """
     returned = isinstance(module, AbstractGradSampleModule)
     model: Any = module._module if returned else module
-    if is_spread(model):
+    if is_sharded(model):
         return _Gathered(module, dict(module.named_parameters(remove_duplicate=False)))
     return module if bare(model) is model else _Alone(bare(model), _WRAPPED if returned else "")
 
 
 def optimizer_alone(optimizer: Any) -> Any:
-    """What holds the state of an optimizer as one process has it."""
+    """Returns a holder of the optimizer's state as one process has it."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(isinstance(p, DTensor) for p in held):
         return optimizer
     return _Gathered(optimizer, dict(enumerate(held)))
 
 
-def is_spread(model: nn.Module) -> bool:
-    """fully_shard has made shards of its parameters, which are shards again after this."""
+def is_sharded(model: nn.Module) -> bool:
+    """Whether fully_shard has sharded the model. Its parameters are shards again afterwards."""
     return let_go(model)
 
 
 class Kept:
-    """A state that all ranks gather at once, for the first one to write."""
+    """A state that all ranks gather together, for the first rank to write."""
 
     def __init__(self, of: Any, writes: bool, **options: Any) -> None:
         self._state = of.gather(writes, **options)
@@ -60,17 +60,17 @@ class Kept:
 
 
 class _Gathered:
-    """Of a model or an optimizer whose parameters are spread.
+    """The state of a model or an optimizer with sharded parameters.
 
     Args:
-        parameters: by what names their states: keys of a model, numbers of an optimizer.
+        parameters: the parameters by the names in the state, keys of a model or numbers of an optimizer.
     """
 
     def __init__(self, of: Any, parameters: dict[Any, Any]) -> None:
         self._of, self._parameters = of, parameters
 
     def gather(self, keeps: bool, **options: Any) -> dict[str, Any]:
-        """Whole tensors, on the CPU, if this rank `keeps` them. All ranks come here."""
+        """Gathers whole tensors, on the CPU, if this rank `keeps` them. All ranks call this together."""
 
         def whole(x: Any) -> Any:
             if not isinstance(x, DTensor):
@@ -84,17 +84,17 @@ class _Gathered:
     def load_state_dict(self, state: dict[str, Any], **options: Any) -> Any:
         held = state.get("state") if "param_groups" in state else None
         if held is None:
-            spread: Any = {key: self._spread(key, value) for key, value in state.items()}
+            sharded: Any = {key: self._sharded(key, value) for key, value in state.items()}
         else:
             own = {
-                number: {name: self._spread(number, value) for name, value in values.items()}
+                number: {name: self._sharded(number, value) for name, value in values.items()}
                 for number, values in held.items()
             }
-            spread = {**state, "state": own}
-        return self._of.load_state_dict(spread, **options)
+            sharded = {**state, "state": own}
+        return self._of.load_state_dict(sharded, **options)
 
-    def _spread(self, key: Any, value: Any) -> Any:
-        """`value`, spread as the parameter that it belongs to, if it has its shape."""
+    def _sharded(self, key: Any, value: Any) -> Any:
+        """Shards `value` as the parameter that it belongs to, if it has its shape."""
         own = self._parameters.get(key)
         if not isinstance(own, DTensor) or getattr(value, "shape", None) != own.shape:
             return value

@@ -1,7 +1,7 @@
-"""Which processes train a model: one, or ranks (DistributedDataParallel, FSDP2); others are refused.
+"""Checks of the processes that train a model, which are one or ranks (DistributedDataParallel, FSDP2).
 
-Processes that know nothing of each other would each clip their own samples, add their own noise and step
-their own copy of the weights: the copies drift apart, and each is accounted for as if it were alone.
+Processes that do not know each other would each clip their own samples, add their own noise and step
+their own copy of the weights. The copies would diverge, and each would record only its own privacy cost.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fastclip.core.torch_names import running_ddp
 from fastclip.distributed.ranks import Ranks, whole
 from fastclip.errors import ArgumentError, FastclipError, GraphError, UnsupportedLayerError
 
-_WAY_OUT = (
-    "wrap the whole model in torch.nn.parallel.DistributedDataParallel, or call fully_shard on it, "
-    "before make_private, or train in one process without a process group"
+_WRAP = (
+    ". Wrap the whole model in torch.nn.parallel.DistributedDataParallel, or call fully_shard on it, "
+    "before make_private."
 )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Without torch.compile's wrapper (known by name: dynamo need not be imported)."""
+    """Removes torch.compile's wrapper, known by its name, so dynamo need not be imported."""
     while is_compiled(model):
         model = model._orig_mod  # type: ignore[assignment]
     return model
@@ -40,16 +40,16 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel (torch's or Opacus') wraps; itself without one."""
+    """Returns the model that DistributedDataParallel (torch's or Opacus') wraps, or the model."""
     return model.module if isinstance(model, (DDP, DPDDP)) else model  # type: ignore[return-value]
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The ranks that train a model that is wrapped for them; None where it is trained in one process.
+    """Returns the ranks that train a wrapped model. None: it is trained in one process.
 
     Raises:
-        UnsupportedLayerError, GraphError: for other ways to train in several processes, naming the
-            part and the way out. Nothing is changed.
+        UnsupportedLayerError, GraphError: several processes train in an unsupported way. It names the
+            part and the suggested fix. Nothing is changed.
     """
     if isinstance(inner := uncompiled(model), FSDPModule):
         model = inner
@@ -61,16 +61,16 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def ranks_of_opacus(model: nn.Module) -> Ranks | None:
-    """The ranks that train a model together in one of Opacus' modes, whose optimizers send the sums.
+    """Returns the ranks that train a model in one of Opacus' modes, whose optimizers send the sums.
 
     Raises:
-        GraphError: several processes, and none of Opacus' wrappers around the model.
+        GraphError: there are several processes, and none of Opacus' wrappers around the model.
         UnsupportedLayerError: as `check_shards`.
     """
     sharded = isinstance(model, FSDPModule)
     if not sharded and not isinstance(model, (DDP, DPDDP)):
-        spread = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
-        if not spread:
+        parallel = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
+        if not parallel:
             check_processes(None)
         return None
     if distributed.get_world_size() == 1:
@@ -81,28 +81,33 @@ def ranks_of_opacus(model: nn.Module) -> Ranks | None:
 
 
 def check_who_writes(ranks: Ranks | None, call: str) -> None:
-    """Raises: ArgumentError: several processes, and no ranks that are known to train together."""
+    """Checks that it is known which rank writes.
+
+    Raises:
+        ArgumentError: there are several processes, and no ranks that are known to train together.
+    """
     if ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
         return
     if (world := distributed.get_world_size()) > 1:
         raise ArgumentError(
-            f"this process group has {world} processes, and {call} does not know which of them "
-            "train together, and so who writes: call make_private first, in the fast mode"
+            f"The process group has {world} processes, and {call} does not know which of them train "
+            "together. Call make_private first, in the fast mode.",
+            doc="several-processes",
         )
 
 
-def refuse(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """As an ExitStack calls it: after an error this process cannot train, and nobody waits for it."""
+def report(ranks: Ranks | None, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Reports an error to the other ranks, which do not wait for this one then. For an ExitStack."""
     if ranks is not None and isinstance(error, Exception):
-        ranks.refuse(error)
+        ranks.report(error)
 
 
 @contextmanager
-def told_to_ranks(model: Any) -> Iterator[None]:
-    """An error inside, before this process has asked for its ranks, ends make_private on all of them.
+def reported_to_ranks(model: Any) -> Iterator[None]:
+    """Ends make_private on all ranks after an error inside, before this process has asked for its ranks.
 
-    They wait for each other when their arguments are compared: one that had left without a word would
-    be waited for, or met in the middle of something else.
+    Ranks wait for each other when their arguments are compared. One that left silently would be waited
+    for, or met in the middle of another exchange.
     """
     try:
         yield
@@ -116,116 +121,127 @@ def told_to_ranks(model: Any) -> Iterator[None]:
             with suppress(FastclipError):
                 ranks = ranks_of(model)
         if ranks is not None:
-            with whole(ranks):  # as ranks that go on
+            with whole(ranks):  # the other ranks continue with this exchange
                 pass
-            ranks.refuse(error)
+            ranks.report(error)
         raise
 
 
 def check_set_up(model: nn.Module) -> None:
-    """Refuse several processes in a way that is not followed: a part wrapped, sharded, no wrapper.
+    """Checks that a model is wrapped or sharded as a whole if several processes train it.
 
     Raises:
-        UnsupportedLayerError, GraphError: naming the part and the way out.
+        UnsupportedLayerError, GraphError: it is not. It names the part and the suggested fix.
     """
     for path, module in model.named_modules():
-        where = f"{path or 'the model'} ({type(module).__name__})"
+        where = f"{path or 'The model'} ({type(module).__name__})"
         if isinstance(module, (DDP, DPDDP)) and module is not model:
             raise UnsupportedLayerError(
-                f"{where} is wrapped for several processes, but not the model that it is a part of, "
-                f"whose other parameters would drift apart; {_WAY_OUT}"
+                f"{where} is wrapped for several processes and the model around it is not, so its other "
+                f"parameters would diverge{_WRAP}",
+                doc="several-processes",
             )
         if isinstance(module, FSDP):
             raise UnsupportedLayerError(
-                f"{where} is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters hide "
-                "the layers' own; use torch.distributed.fsdp.fully_shard (FSDP2)"
+                f"{where} is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters are "
+                "unsupported. Use torch.distributed.fsdp.fully_shard (FSDP2).",
+                doc="sharded-models",
             )
         if isinstance(module, FSDPModule) and not isinstance(model, FSDPModule):
             raise UnsupportedLayerError(
-                f"{where} is sharded, but not the model that it is a part of; call fully_shard on the "
-                "model itself, after its parts, and pass that to make_private"
+                f"{where} is sharded and the model around it is not, which is unsupported. Call "
+                "fully_shard on the model itself too, after its parts, before make_private.",
+                doc="sharded-models",
             )
         if isinstance(module, nn.DataParallel):
             raise UnsupportedLayerError(
-                f"{where} copies the model to several devices, where no copy's contributions are "
-                "gathered; pass the model that it wraps, on one device"
+                f"{where} copies the model to several devices, and the gradients of copies are not "
+                "clipped. Pass the model that it wraps, on one device.",
+                doc="several-processes",
             )
     for option in ("static_graph", "mixed_precision"):
         if getattr(model, option, None) and isinstance(model, DDP):
             raise UnsupportedLayerError(
                 f"DistributedDataParallel(..., {option}=...) acts on gradients that a private model "
-                f"does not leave; omit {option} (torch.autocast serves for mixed precision)"
+                f"does not have. Omit {option} (torch.autocast gives mixed precision).",
+                doc="several-processes",
             )
     if isinstance(model, FSDPModule):
         check_shards(model)
         return
-    spread = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    if spread:
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if sharded:
         raise UnsupportedLayerError(
-            f"parameters {spread} are spread over processes in another way than fully_shard's (tensor "
-            f"or pipeline parallelism), of which no process knows a whole layer; {_WAY_OUT}"
+            f"Parameters {sharded} are sharded in another way than by fully_shard (tensor or pipeline "
+            f"parallelism), which is unsupported{_WRAP}",
+            doc="sharded-models",
         )
     if bare(model) is model:
         check_processes(None)
 
 
 def check_shards(model: nn.Module, *, follows: bool = True) -> None:
-    """Every trained parameter is spread by fully_shard alone, over all processes, on their device.
+    """Checks that fully_shard alone shards every trained parameter, over all processes, on its device.
 
     Args:
-        follows: as of `Ranks`. Opacus' code may keep parameters on another device, and takes no
-            replicas of a shard: each would get noise of its own.
+        follows: as in `Ranks`. Opacus' code may keep parameters on another device. It supports no
+            replicas of a shard, because each would get noise of its own.
 
     Raises:
-        UnsupportedLayerError: naming the parameter and the way out.
+        UnsupportedLayerError: a parameter is sharded otherwise. It names it and the suggested fix.
     """
     world = distributed.get_world_size()
     for name, p in model.named_parameters():
         if not isinstance(p, DTensor):
             if p.requires_grad:
                 raise UnsupportedLayerError(
-                    f"parameter {name!r} is trained, but fully_shard does not hold it (ignored_params), "
-                    "so it would drift apart; let fully_shard hold it, or freeze it"
+                    f"Parameter {name!r} is trained and fully_shard does not hold it (ignored_params), "
+                    "so it would diverge between processes. Let fully_shard hold it, or freeze it.",
+                    doc="sharded-models",
                 )
             continue
         mesh, kinds = p.device_mesh, [type(kind) for kind in p.placements]
         if kinds not in ([Shard], [Replicate, Shard]):
             raise UnsupportedLayerError(
-                f"parameter {name!r} lies on its processes as {p.placements}, but fully_shard alone "
-                "gives (Shard,), or (Replicate, Shard); leave out tensor, pipeline and context "
-                "parallelism"
+                f"Parameter {name!r} expects placements (Shard,) or (Replicate, Shard), as fully_shard "
+                f"alone gives, got {p.placements}. Omit tensor, pipeline and context parallelism.",
+                doc="sharded-models",
             )
         if kinds[0] is Replicate and not follows:
             raise UnsupportedLayerError(
-                f"parameter {name!r} lies on its processes as {p.placements}, and "
-                "grad_sample_mode='ghost_fsdp' would add other noise to each replica, so that they "
-                "drift apart; give fully_shard a mesh of one axis, or omit grad_sample_mode"
+                f"Parameter {name!r} has placements {p.placements}, and grad_sample_mode='ghost_fsdp' "
+                "would add other noise to each replica. Give fully_shard a mesh of one axis, or omit "
+                "grad_sample_mode.",
+                doc="sharded-models",
             )
         if mesh.size() != world:
             raise UnsupportedLayerError(
-                f"parameter {name!r} is spread over {mesh.size()} processes of {world}; give "
-                "fully_shard a mesh of all of them"
+                f"Parameter {name!r} is sharded over {mesh.size()} processes of {world}. Give "
+                "fully_shard a mesh of all of them.",
+                doc="sharded-models",
             )
         if follows and p.to_local().device.type != mesh.device_type:
             raise UnsupportedLayerError(
-                f"parameter {name!r} is kept on the {p.to_local().device.type} while its layer computes "
-                f"on {mesh.device_type} (CPUOffloadPolicy), which is not followed; omit offload_policy"
+                f"Parameter {name!r} is kept on the {p.to_local().device.type} while its layer computes "
+                f"on {mesh.device_type} (CPUOffloadPolicy), which is unsupported. Omit offload_policy.",
+                doc="sharded-models",
             )
 
 
 def check_not_replicated() -> NoReturn:
-    """Called where nn.DataParallel copies a private model to another device."""
+    """Raises the error for nn.DataParallel, which copies a private model to another device."""
     raise GraphError(
-        "nn.DataParallel would run copies of the private model on several devices, where no copy's "
-        "contributions are gathered; train the private model itself, on one device"
+        "nn.DataParallel would copy the private model to several devices, and the gradients of copies "
+        "are not clipped. Train the private model itself, on one device.",
+        doc="several-processes",
     )
 
 
 def hold_back(ranks: Ranks | None) -> None:
-    """DistributedDataParallel reduces nothing while its model is private.
+    """Stops DistributedDataParallel from reducing gradients while its model is private.
 
-    Its reducer would wait for gradients that never come, or send what nobody has clipped; buffers
-    that it sends in a forward pass would meet another rank in the middle of something else.
+    Its reducer would wait for gradients that never come, or send unclipped ones. Buffers that it sends
+    in a forward pass would meet another rank in the middle of another exchange.
     """
     if ranks is not None and isinstance(ranks.wrapper, DDP):
         ranks.wrapper.require_backward_grad_sync = False
@@ -233,31 +249,33 @@ def hold_back(ranks: Ranks | None) -> None:
 
 
 def reduce_again(model: nn.Module) -> None:
-    """The model is ordinary again."""
+    """Lets DistributedDataParallel reduce gradients of a model that is non-private again."""
     if isinstance(model, DDP):
         model.require_backward_grad_sync = True
         model.require_forward_param_sync = True
 
 
 def check_processes(ranks: Ranks | None) -> None:
-    """Refuse to run where other processes train along than those that are known.
+    """Checks that no other processes than the known ones train along.
 
-    Asks nothing but torch.distributed's state.
+    It reads only the state of torch.distributed.
 
     Raises:
-        GraphError: with the way out.
+        GraphError: other processes do, with the suggested fix.
     """
     wrapper = running_ddp()
     if wrapper is not None and (ranks is None or wrapper is not ranks.wrapper):
         raise GraphError(
-            f"the private model runs inside {type(wrapper).__name__}, which was not there at "
-            f"make_private and gathers nothing of it; {_WAY_OUT}"
+            f"The private model runs inside {type(wrapper).__name__}, which was added after "
+            f"make_private and would not combine its ranks{_WRAP}",
+            doc="several-processes",
         )
     if ranks is not None:
         if getattr(ranks.wrapper, "require_backward_grad_sync", False):
             raise GraphError(
-                "DistributedDataParallel is set to reduce gradients (require_backward_grad_sync), "
-                "which are not clipped; leave it as make_private has set it"
+                "DistributedDataParallel would reduce gradients that are not clipped "
+                "(require_backward_grad_sync=True). Leave the setting as make_private set it.",
+                doc="several-processes",
             )
         return
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -265,7 +283,7 @@ def check_processes(ranks: Ranks | None) -> None:
     world = distributed.get_world_size()
     if world > 1:
         raise GraphError(
-            f"this process group has {world} processes, but this model is trained in one: each would "
-            "train a model of its own, apart from the others and accounted for as if it were alone; "
-            f"{_WAY_OUT}"
+            f"The process group has {world} processes and this model is not wrapped for them, so each "
+            f"would train its own model with its own epsilon{_WRAP}",
+            doc="several-processes",
         )

@@ -1,8 +1,8 @@
-"""The parameters of a model that fully_shard has spread over ranks, and how sums come to their owners.
+"""The parameters of a model that fully_shard has sharded over ranks, and the sums for each shard.
 
-A layer computes with whole parameters, which FSDP2 gathers for it and lets go of; the optimizer holds
-this rank's shards. Both are the same tensors in every step, so each whole parameter stands for its
-shard: it is the private one, and what is summed for it goes to the ranks that hold its shards.
+A layer computes with whole parameters, which FSDP2 gathers for it and frees. The optimizer holds this
+rank's shards. Both are the same tensors in every step, so each whole parameter represents its shard. It
+is the private parameter, and its sums go to the ranks that hold its shards.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fastclip.core.torch_names import at_rest, casts_at_rest
 from fastclip.errors import ArgumentError, StepError
 
 # -------------------------------------------------------------------------------------------------
-# What two processes compare in the place of tensors.
+# Digests that two processes compare instead of tensors.
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Of their shapes, types and entries, bit for bit; of sparse ones shapes and types alone."""
+    """Returns a digest of shapes, types and entries, bit for bit. For sparse tensors, no entries."""
     found = hashlib.sha256()
     for x in tensors:
         found.update(f"{tuple(x.shape)} {x.dtype}".encode())
@@ -38,27 +38,28 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def number_of(settings: Any) -> float:
-    """A number that tells settings (plain values) from others, the same in every process."""
+    """Returns a number that identifies settings (plain values), the same in every process."""
     return float(crc32(repr(settings).encode()))
 
 
 # -------------------------------------------------------------------------------------------------
-# What is said where another rank does not answer.
+# The error if another rank does not answer.
 
 
 @contextmanager
 def reaching() -> Iterator[None]:
-    """Other ranks are asked, or told, something inside.
+    """Converts errors of an exchange with other ranks inside.
 
     Raises:
-        StepError: one of them cannot be reached.
+        StepError: a rank cannot be reached.
     """
     try:
         yield
     except RuntimeError as error:
         raise StepError(
-            "another rank of this training cannot be reached (it has ended, failed, or does something "
-            f"else): nothing of this step is released; continue from the last checkpoint ({error})"
+            "Another rank cannot be reached, because it has ended, failed or does something else, so "
+            f"this step is not released. Continue from the last checkpoint ({error}).",
+            doc="several-processes",
         ) from error
 
 
@@ -72,7 +73,7 @@ if _reduce_scatter is None:
 
 
 class Sharded:
-    """One parameter: `own`, which the optimizer holds, and `whole`, with which layers compute."""
+    """One parameter, with `own`, which the optimizer holds, and `whole`, with which layers compute."""
 
     def __init__(self, own: DTensor, whole: nn.Parameter) -> None:
         self.own, self.whole = own, whole
@@ -84,12 +85,12 @@ class Sharded:
         self.replicas = own.device_mesh.get_group(replicate[0]) if replicate else None
         self.dtype = accumulation_dtype(own.dtype)
         self.number = own.device_mesh.get_local_rank(shard)
-        """Of the shard."""
+        """Number of the shard."""
         ranks = distributed.get_world_size(self.group)
         size = list(own.shape)
         size[self.dim] = -(-size[self.dim] // ranks)
         self.length = torch.Size(size).numel()
-        """Entries of the largest shard."""
+        """Number of entries of the largest shard."""
 
     @property
     def local(self) -> Tensor:
@@ -97,7 +98,7 @@ class Sharded:
         return self.own.to_local().detach()
 
     def as_own(self, local: Tensor) -> DTensor:
-        """A tensor that is spread as the parameter is, of which this rank has `local`."""
+        """Returns a tensor that is sharded as the parameter, of which this rank has `local`."""
         return DTensor.from_local(
             local, self.own.device_mesh, self.own.placements, run_check=False, shape=self.own.shape,
             stride=self.own.stride(),
@@ -105,72 +106,75 @@ class Sharded:
 
 
 class Shards:
-    """All parameters of a model of which fully_shard has made shards.
+    """All parameters of a model that fully_shard has sharded.
+
+    Every rank creates this at the same time, because parameters are gathered.
 
     Args:
-        model: spread as a whole. Every rank makes this at the same time: parameters are gathered.
+        model: the model, sharded as a whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         if not all(map(casts_at_rest, self._modules)):
             raise ArgumentError(
-                "a MixedPrecisionPolicy of fully_shard expects torch 2.13, got "
-                f"{torch.__version__}: its hooks cast nothing while all parameters are whole, as for a "
-                "look; use torch.autocast, or cast_forward_inputs=False without an output_dtype, and "
-                "cast the inputs yourself"
+                "MixedPrecisionPolicy of fully_shard expects torch 2.13, got "
+                f"{torch.__version__}. Use torch.autocast, or cast_forward_inputs=False without an "
+                "output_dtype, and cast the inputs yourself.",
+                doc="sharded-models",
             )
         self.gathered = False
-        """All parameters are whole."""
-        spread = dict(model.named_parameters(remove_duplicate=False))
+        """Whether all parameters are whole."""
+        sharded = dict(model.named_parameters(remove_duplicate=False))
         with self.whole():
             found = dict(model.named_parameters(remove_duplicate=False))
             self.parameters = {
                 found[name]: Sharded(own, found[name])
-                for name, own in spread.items()
+                for name, own in sharded.items()
                 if isinstance(own, DTensor)
             }
         self._of = {each.own: whole for whole, each in self.parameters.items()}
         self._places: list[tuple[nn.Module, str, Any]] = [
-            (module, name, spread[f"{path}.{name}".lstrip(".")])
+            (module, name, sharded[f"{path}.{name}".lstrip(".")])
             for path, module in model.named_modules()
             for name in module._parameters
-            if f"{path}.{name}".lstrip(".") in spread
+            if f"{path}.{name}".lstrip(".") in sharded
         ]
-        """Where each is in the model."""
+        """Module, name and shard of each parameter in the model."""
 
     def whole_of(self, parameter: Any) -> Any:
-        """The parameter with which layers compute, of one that the optimizer holds."""
+        """Returns the parameter with which layers compute, for one that the optimizer holds."""
         return self._of.get(parameter, parameter)
 
     def check_held(self) -> None:
-        """The model has the parameters that it had, which the optimizer trains.
+        """Checks that the model still has the parameters that the optimizer trains.
 
         Raises:
-            StepError: naming one that another has replaced.
+            StepError: a parameter was replaced. It names the parameter.
         """
         for module, name, own in self._places:
             held: Any = module._parameters.get(name)
             other = isinstance(held, DTensor) and held is not own
             if other and held.device_mesh == own.device_mesh:  # else fully_shard's, of another mesh
                 raise StepError(
-                    f"parameter {name!r} of a {type(module).__name__} has been replaced since "
-                    "make_private (load_state_dict(assign=True)), so it would not be trained; load "
-                    "without assign, or call make_private again"
+                    f"Parameter {name!r} of a {type(module).__name__} was replaced after make_private "
+                    "(load_state_dict(assign=True)), so it would not be trained. Load without assign, "
+                    "or call make_private again.",
+                    doc="changed-model",
                 )
 
-    def told(self) -> tuple[Any, str]:
-        """Which shards this rank holds, and a digest of them."""
+    def described(self) -> tuple[Any, str]:
+        """Returns which shards this rank holds, and a digest of them."""
         meshes = {each.own.device_mesh: each.number for each in self.parameters.values()}
         return tuple(meshes.values()), digest(each.local for each in self.parameters.values())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, all parameters are whole, and modules run as if they had never been spread.
+        """Makes all parameters whole inside. Modules run as if they were not sharded.
 
         Every rank enters at the same time.
         """
-        spread = [module for module in self._modules if _is_spread(module)]
+        sharded = [module for module in self._modules if _is_sharded(module)]
         for module in self._modules:
             module.unshard()
         try:
@@ -179,31 +183,40 @@ class Shards:
                 yield
         finally:
             self.gathered = False
-            for module in spread:
+            for module in sharded:
                 module.reshard()
 
 
 def let_go(model: nn.Module) -> bool:
-    """Whether fully_shard has spread a model; its parameters, some whole since an evaluation, are shards
-    again. No other rank is asked."""
-    spread = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in spread:
+    """Reshards parameters that are whole after an evaluation. No other rank takes part.
+
+    Returns:
+        Whether fully_shard has sharded the model.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
         module.reshard()
-    return bool(spread)
+    return bool(sharded)
 
 
 def check_whole(model: nn.Module, doing: str) -> None:
-    """Refuse to copy a model that fully_shard has spread, which torch does not let anybody do.
+    """Checks that fully_shard has not sharded a model, as torch cannot copy a sharded one.
 
     Args:
-        doing: what for, with the way out.
+        doing: the purpose of the copy, with the suggested fix.
+
+    Raises:
+        ArgumentError: the model is sharded.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ArgumentError(f"the model has been spread over ranks (fully_shard): {doing}")
+        raise ArgumentError(
+            f"The model is sharded by fully_shard. {doing[:1].upper()}{doing[1:]}",
+            doc="sharded-models",
+        )
 
 
-def _is_spread(module: nn.Module) -> bool:
-    """A parameter of its own (not of a part that is spread by itself) is not whole."""
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether a parameter of the module, outside parts that are sharded separately, is not whole."""
     held = list(module.parameters(recurse=False))
     below = list(module.children())
     while below:
@@ -215,10 +228,10 @@ def _is_spread(module: nn.Module) -> bool:
 
 
 class Bucket:
-    """Sums of some parameters that go to their owners at once.
+    """Sums of some parameters that go to the ranks of their shards in one exchange.
 
     Args:
-        parameters: spread over the same ranks, with sums of one type.
+        parameters: parameters that are sharded over the same ranks, with sums of one type.
     """
 
     def __init__(self, parameters: Sequence[Sharded]) -> None:
@@ -231,10 +244,10 @@ class Bucket:
         self.length = sum(each.length for each in parameters)
 
     def scattered(self, sums: Sequence[Tensor | None]) -> Tensor:
-        """This rank's part of the sum over all ranks that hold shards, one after the other, [length].
+        """Returns this rank's part of the sums over all ranks that hold shards, concatenated, [length].
 
         Args:
-            sums: of whole parameters; None where no sample of this rank has touched it.
+            sums: sums of whole parameters. None: no sample of this rank has touched the parameter.
         """
         device = next((total.device for total in sums if total is not None), self.device)
         flat = torch.zeros(self._ranks, self.length, dtype=self.dtype, device=device)
@@ -250,7 +263,7 @@ class Bucket:
         return part.to(self.device)
 
     def views(self, part: Tensor) -> Iterator[Tensor]:
-        """Of what `scattered` gives: this rank's shards."""
+        """Yields this rank's shards of the result of `scattered`."""
         at = 0
         for each in self.parameters:
             local = each.local
@@ -259,7 +272,7 @@ class Bucket:
 
 
 def buckets(parameters: Iterable[Sharded], most: int) -> list[Bucket]:
-    """Neighbors that are spread alike, of `most` bytes at once unless one is larger."""
+    """Groups adjacent parameters that are sharded alike, of `most` bytes unless one is larger."""
     found: list[list[Sharded]] = []
     kind, size = None, 0
     for each in parameters:

@@ -33,7 +33,7 @@ from fastclip.counts.release import NoisyCounts, PaidCounts
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import SAMPLING, Request, checked_plan
 from fastclip.distributed.checkpoints import model_of
-from fastclip.distributed.processes import check_who_writes, told_to_ranks
+from fastclip.distributed.processes import check_who_writes, reported_to_ranks
 from fastclip.distributed.ranks import Ranks
 from fastclip.engine import validation
 from fastclip.engine.explanation import Explanation, Setup, explain
@@ -176,7 +176,7 @@ class FastPrivacyEngine(PrivacyEngine):
         arguments = lifted({name: value for name, value in locals().items() if name != "self"})
         check_reached(self, FastPrivacyEngine)
         mechanism = self.accountant.mechanism()
-        with told_to_ranks(module if grad_sample_mode in FAST_MODES else None):
+        with reported_to_ranks(module if grad_sample_mode in FAST_MODES else None):
             request = PrivacyRequest.checked(self.secure_mode, mechanism, **arguments)
         with Preparation(self) as making:
             ours: dict[str, Any] = {"ledger": lambda: self.accountant, "validate": self.validate}

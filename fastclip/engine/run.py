@@ -29,7 +29,7 @@ from fastclip.counts.lines import said_of_overlaps
 from fastclip.data.design import AsPlanned, Releases, SamplingDesign, planned_history
 from fastclip.data.loader import draws_securely
 from fastclip.data.plan import SAMPLING, Request, call_for_loader
-from fastclip.distributed.processes import bare, ranks_of, refuse, uncompiled
+from fastclip.distributed.processes import bare, ranks_of, report, uncompiled
 from fastclip.distributed.ranks import whole
 from fastclip.engine import validation
 from fastclip.engine.by_hand import unwrapped
@@ -363,7 +363,7 @@ def make_fast(
     def own() -> PrivateModel:
         with unwrapped(request.module) as module:
             made = _intercepted(request, module, ledger(), planner, validate)
-        making.undo.push(partial(refuse, made.grad_state.clipping.ranks))
+        making.undo.push(partial(report, made.grad_state.clipping.ranks))
         making.undo.callback(made.cleanup)
         return made
 

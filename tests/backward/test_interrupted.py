@@ -126,7 +126,7 @@ def test_physical_batches_drawn_ahead() -> None:
                     one_pass(model, optimizer, x)
                     assert shares(net) <= 1.001
 
-    with pytest.raises(StepError, match="draws ahead"):
+    with pytest.raises(StepError, match="drawn before the previous one was stepped"):
         ahead()
     assert shares(net) <= 1.001
 

@@ -19,6 +19,6 @@ def test_whose_each_row_is() -> None:
     seen = 0
     for part in parts_of(nested):
         seen += len(part.places)
-        for place, row in zip(part.places.tolist(), part.rows.tolist(), strict=True):
+        for place, row in zip(part.places.tolist(), part.samples.tolist(), strict=True):
             assert nested[place][0].equal(part.dataset[row][0])
     assert seen == len(nested)

@@ -248,7 +248,7 @@ def test_faults_are_seen_in_training(collate: Any, way: str, kind: str) -> None:
             said = str(error)
     assert f"collate_fn {'' if way == 'units' else repr(collate.__name__)}" in said
     if way == "units":  # the order is asked for first
-        assert "keep the order of rows" in said
+        assert "errors.html#privacy-units" in said
     else:
         assert FAULTY[collate] in said
 

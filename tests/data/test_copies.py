@@ -280,7 +280,7 @@ def test_samples_that_overlap(name: str, poisson: bool) -> None:
 @pytest.mark.parametrize("poisson", [True, False])
 def test_copies_in_opacus_modes(poisson: bool) -> None:
     with refused(
-        r"samples 0 and 12 of the data set \(ConcatDataset\) are the same sample", ArgumentError
+        r"Samples 0 and 12 of the data set \(ConcatDataset\) are the same sample", ArgumentError
     ):
         start(
             DataLoader(COPIES["joined with itself"], 2, shuffle=True), poisson=poisson, mode="hooks"
@@ -301,7 +301,7 @@ def test_copies_of_which_one_may_be_drawn() -> None:
     for sampler in (SubsetRandomSampler(range(8)), WeightedRandomSampler(weights.tolist(), 12)):
         start(DataLoader(copies, 2, sampler=sampler))
     start(DataLoader(copies, 2, sampler=SubsetRandomSampler(range(1, 9))), poisson=False)
-    with refused(r"samples 0 and 11 of the data set \(Subset\)", ArgumentError):
+    with refused(r"Samples 0 and 11 of the data set \(Subset\)", ArgumentError):
         start(DataLoader(copies, 2, sampler=SubsetRandomSampler([0, 5, -1])))
 
 
@@ -333,7 +333,7 @@ def test_pieces_that_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     holes = [X.view(-1).as_strided((3,), (2,), start) for start in (0, 5, 12, 17)]
     start(DataLoader(holes, 2))  # type: ignore[arg-type]
     monkeypatch.setattr("fastclip.data.sample_memory._MOST_RUNS", 3)
-    with refused(r"pieces, too many to compare. Call contiguous\(\)", ArgumentError):
+    with refused(r"pieces, too many to check for overlaps. Call contiguous\(\)", ArgumentError):
         start(DataLoader([X.view(-1).as_strided((3,), (4,), k) for k in (0, 5)], 2))  # type: ignore
 
 
@@ -376,5 +376,5 @@ def test_many_rows() -> None:
     rows = TensorDataset(torch.zeros(10**6, 1))
     joined = ConcatDataset([Subset(rows, range(0, 10**6, 2)), Subset(rows, range(1, 10**6, 2))])
     start(DataLoader(joined, 1000, shuffle=True))
-    with refused("samples 0 and 1000000 of the data set", ArgumentError):
+    with refused("Samples 0 and 1000000 of the data set", ArgumentError):
         start(DataLoader(ConcatDataset([joined, Subset(rows, [0])]), 1000, shuffle=True))

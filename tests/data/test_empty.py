@@ -133,7 +133,7 @@ def test_placeholder_rows_are_of_ones(name: str) -> None:
 
 
 def test_what_cannot_be_made_is_refused_before_training() -> None:
-    with pytest.raises(ArgumentError, match=r"Grid.*let collate_fn take an empty list"):
+    with pytest.raises(ArgumentError, match=r"Grid.*Let collate_fn accept an empty list"):
         loader(Grid)
     with pytest.raises(ArgumentError, match=r"PackedSequence.*empty list"):
         loader(lambda drawn: pack_sequence([row["x"] for row in drawn]))

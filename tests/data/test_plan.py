@@ -102,7 +102,7 @@ def test_what_is_public(request_: dict, expected: tuple) -> None:
             "max_samples_per_unit expects",
             ArgumentError,
         ),
-        ({"max_samples_per_unit": 2}, "needs unit_ids", ArgumentError),
+        ({"max_samples_per_unit": 2}, "max_samples_per_unit expects unit_ids", ArgumentError),
         ({"unit_reduction": "max"}, "'mean' or 'sum'", ArgumentError),
     ],
 )
@@ -186,7 +186,7 @@ def test_truncated_draws() -> None:
     )  # fmt: skip
     assert found.poisson
     loader, _ = prepared(DataLoader(rows(), 4), max_batch_size=6)
-    with refused("cuts its draws.*the data loader that make_private was given", ArgumentError):
+    with refused("max_batch_size.*the data loader that you gave to make_private", ArgumentError):
         prepared(loader)
 
 
@@ -224,18 +224,18 @@ def test_weights_with_a_public_rate_are_factors_of_it() -> None:
     assert (found.rate, found.steps, found.public) == (0.1, 10, True)
     assert found.rates is not None
     assert torch.allclose(found.rates, torch.tensor([0.05, 0.025] * 6, dtype=torch.float64))
-    with refused(r"expected in \[0, 1\], got 2; divide", ArgumentError):
+    with refused(r"expects weights in \[0, 1\] .*, got 2\. Divide", ArgumentError):
         design(DataLoader(rows(), 4, sampler=WeightedRandomSampler([2.0] * N, N)), sample_rate=0.1)
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0] * 5, "a weight for each of the 12 rows"),
-        ([1.0] * 20, "a weight for each of the 12 rows"),
+        ([1.0] * 5, "one weight for each of the 12 samples"),
+        ([1.0] * 20, "one weight for each of the 12 samples"),
         ([-1.0] + [1.0] * 11, "finite weights of 0 or more"),
         ([float("nan")] + [1.0] * 11, "finite weights of 0 or more"),
-        ([0.0] * 12, "one of them above 0"),
+        ([0.0] * 12, "at least one above 0"),
     ],
 )
 def test_weights_that_are_none(weights: list[float], message: str) -> None:
@@ -245,7 +245,7 @@ def test_weights_that_are_none(weights: list[float], message: str) -> None:
 
 @pytest.mark.parametrize("request_", [{"max_batch_size": 3}, {"unit_ids": [0, 1] * 6}])
 def test_weights_are_not_priced_together_with(request_: dict) -> None:
-    with refused("priced for one rate", ArgumentError):
+    with refused("the same sampling rate for all units", ArgumentError):
         design(DataLoader(rows(), 4, sampler=WeightedRandomSampler([1.0] * N, N)), **request_)
 
 
@@ -303,7 +303,7 @@ def test_subclasses_of_known_samplers_are_not_the_known_ones() -> None:
 def test_a_poisson_sampler_of_another_data_set() -> None:
     loader = DPDataLoader(rows(), sample_rate=0.5)
     loader.batch_sampler.num_samples = 6  # type: ignore[union-attr]
-    with refused("draws from 6 rows", ArgumentError):
+    with refused("draws from 6 samples", ArgumentError):
         prepared(loader)
     kind = type("Own", (type(loader.batch_sampler),), {})
     loader = DPDataLoader(rows(), sample_rate=0.5)

@@ -85,7 +85,7 @@ def test_epsilon_of_a_row_by_its_own_rate() -> None:
     assert engine.sample_epsilon(1e-3, 0.25) == pytest.approx(mixed, abs=1e-6)
     assert engine.sample_epsilon(1e-3, rates[-1]) == engine.sample_epsilon(1e-3, 0.25)
     for rate in (0.0, 0.6, math.nan, "0.25", rates):
-        with refused("one of this loader's rows"):
+        with refused("rate expects that of a sample of this loader"):
             engine.sample_epsilon(1e-3, rate)
 
 

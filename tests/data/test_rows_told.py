@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastclip.data import dataset
-from fastclip.data.dataset import told_of
+from fastclip.data.dataset import digest_of
 
 TOKENS = [{"input_ids": [i, i + 1, i + 2], "label": i % 3} for i in range(40)]
 
@@ -45,18 +45,18 @@ def test_another_order(rows: list, most: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dataset, "_MOST", most)
     monkeypatch.setattr(dataset, "_MOST_BYTES", 64 * most)
     moved = rows[1:] + rows[:1]
-    assert told_of(rows) == told_of(list(rows))
-    assert told_of(rows) != told_of(moved)
-    assert told_of(Held(rows=rows)) != told_of(Held(rows=moved))
+    assert digest_of(rows) == digest_of(list(rows))
+    assert digest_of(rows) != digest_of(moved)
+    assert digest_of(Held(rows=rows)) != digest_of(Held(rows=moved))
 
 
 def test_what_a_data_set_holds() -> None:
     """Entries for each row alone, without the folder of files, and no rows are read."""
     array = np.arange(40)
-    assert told_of(Held(x=array)) != told_of(Held(x=array[::-1]))
-    assert told_of(Held(x=torch.arange(40))) != told_of(Held(x=torch.arange(40).flip(0)))
+    assert digest_of(Held(x=array)) != digest_of(Held(x=array[::-1]))
+    assert digest_of(Held(x=torch.arange(40))) != digest_of(Held(x=torch.arange(40).flip(0)))
     here, there = ([f"{folder}/{i}.png" for i in range(40)] for folder in ("/a", "/b"))
-    assert told_of(Held(files=here)) == told_of(Held(files=there))
-    assert told_of(Held(cache=[0] * 39)) == told_of(Held(cache=[1] * 39))
-    assert told_of([]) == told_of([])
-    assert told_of([object() for _ in range(3)]) == told_of([object() for _ in range(3)])
+    assert digest_of(Held(files=here)) == digest_of(Held(files=there))
+    assert digest_of(Held(cache=[0] * 39)) == digest_of(Held(cache=[1] * 39))
+    assert digest_of([]) == digest_of([])
+    assert digest_of([object() for _ in range(3)]) == digest_of([object() for _ in range(3)])

@@ -112,7 +112,7 @@ def test_rows_that_have_moved(name: str) -> None:
     same = SameSamples(dataset, UNIT)
     same.check()
     move(dataset)
-    with refused("rows of the data set .* at other places .* leave the order as it is", StepError):
+    with refused("Samples of the data set .* moved after make_private.* Keep the order", StepError):
         same.check()
     SameSamples(dataset, UNIT).check()
 
@@ -173,7 +173,7 @@ def test_large_rows_by_some_of_their_entries(monkeypatch: pytest.MonkeyPatch) ->
         same = SameSamples(dataset, UNIT)
         same.check()
         dataset.rows = rows[PERM.tolist()]
-        with refused("leave the order as it is", StepError):
+        with refused("moved after make_private.* Keep the order", StepError):
             same.check()
 
 
@@ -189,10 +189,10 @@ def test_passes_of_an_engine(unit_ids: Any) -> None:
     if unit_ids is None:
         assert len(list(loader)) == len(loader)
     else:
-        with refused("at other places", StepError):
+        with refused("moved after make_private", StepError):
             next(iter(loader))
     del rows[5:]
-    with refused(r"\(list\) has 5 rows, and had 24 .* call make_private again", StepError):
+    with refused(r"\(list\) has 5 samples, and had 24 .* Call make_private again", StepError):
         next(iter(loader))
 
 
@@ -201,5 +201,5 @@ def test_rows_that_other_ranks_draw() -> None:
     rows = list(values())
     same = SameSamples(rows, UNIT.where(UNIT % 2 == 0, -1))
     shuffle(rows)
-    with refused("at other places", StepError):
+    with refused("moved after make_private", StepError):
         same.check()

@@ -94,13 +94,13 @@ class ByKey(Dataset):
 
 @pytest.mark.parametrize("poisson", [True, False])
 def test_a_subset_of_objects(poisson: bool) -> None:
-    with refused("the data set's Subset has keys of type Identity", ArgumentError):
+    with refused("The data set's Subset has keys of type Identity", ArgumentError):
         start(data=Subset(ByKey(), [Identity() for _ in range(N)]), poisson=poisson)  # type: ignore
 
 
 def test_a_sampler_of_objects() -> None:
     keys = [Identity() for _ in range(N)]
-    with refused("the data loader's Own draws keys of type Identity", ArgumentError):
+    with refused("The data loader's Own draws keys of type Identity", ArgumentError):
         next(iter(start(data=ByKey(), sampler=Own(keys), poisson=False).loader))
     with refused("SubsetRandomSampler draws keys of type Identity", ArgumentError):
         start(data=ByKey(), sampler=SubsetRandomSampler(keys), poisson=False)  # type: ignore
@@ -151,7 +151,7 @@ def test_samples_that_the_model_takes_for_one(mode: str) -> None:
     dataset = Bulk()
     sampler = BatchSampler(SequentialSampler(dataset), 3, False)
     run = start(data=dataset, sampler=sampler, poisson=False, batch_size=1, mode=mode)
-    with refused("drew 3 samples by one key, and the model was given 1", BatchSizeError):
+    with refused("drew 3 samples by one key, and the model got 1", BatchSizeError):
         for x in run.loader:
             run.one_pass(x)
     assert run.engine.accountant.history == []
@@ -164,7 +164,7 @@ def test_a_list_that_repeats_a_sample() -> None:
             for x in run.loader:
                 run.one_pass(x)
     twice = BatchSampler(RandomSampler(range(N), replacement=True), 3, False)
-    with refused("may draw a row twice", ArgumentError):
+    with refused("may draw a sample twice", ArgumentError):
         start(data=Bulk(), sampler=twice, poisson=False, batch_size=1, collate_fn=first)
 
 
@@ -172,7 +172,7 @@ def test_a_list_that_repeats_a_sample() -> None:
 def test_a_sampler_of_batches_is_not_poisson(name: str) -> None:
     dataset = Bulk()
     sampler = BatchSampler(RandomSampler(dataset), 3, False)
-    with refused("the data loader's sampler, a BatchSampler.*__getitems__", ArgumentError):
+    with refused("replaces the data loader's BatchSampler.*Pass batch_size", ArgumentError):
         start(data=dataset, sampler=sampler, poisson=True, **BULK[name])
 
 

@@ -164,7 +164,7 @@ def test_the_law_of_truncation_that_is_accounted(secure: bool) -> None:
 
 
 def test_rows_of_a_subset_are_drawn_by_their_own_numbers() -> None:
-    source = sampler(3, 1.0, rows=torch.tensor([7, 2, 9]))
+    source = sampler(3, 1.0, samples=torch.tensor([7, 2, 9]))
     assert list(source) == [[7, 2, 9]] * 4
-    cut = sampler(3, 1.0, rows=torch.tensor([7, 2, 9]), max_batch_size=2)
+    cut = sampler(3, 1.0, samples=torch.tensor([7, 2, 9]), max_batch_size=2)
     assert all(len(rows) == 2 and set(rows) <= {7, 2, 9} for rows in cut)

@@ -81,7 +81,9 @@ def test_a_draw_that_is_not_cut_any_more_is_refused() -> None:
     pytest.importorskip("dp_accounting")
     run = start("pld", max_batch_size=12)
     run[-1].batch_sampler.max_batch_size = None
-    with refused("max_batch_size of the returned data loader's sampler was changed", StepError):
+    with refused(
+        "max_batch_size of the returned data loader's sampler changed after make_private", StepError
+    ):
         train(run)
 
 
@@ -110,14 +112,14 @@ def test_weights_are_those_of_another_loader_no_more() -> None:
     assert sum(train((second, *made))) < 2 * N
 
 
-@pytest.mark.parametrize("name", ["_rows", "_rates"])
+@pytest.mark.parametrize("name", ["_samples", "_rates"])
 def test_rows_cannot_be_put_in_the_place_of_the_drawn_ones(name: str) -> None:
     run = start()
     sampler = run[-1].batch_sampler
     with pytest.raises(AttributeError):
         setattr(sampler, name[1:], torch.zeros(N, dtype=torch.int64))
     setattr(sampler, name, torch.zeros(N, dtype=torch.int64))
-    with refused("sampler was changed", StepError):
+    with refused("sampler changed after make_private", StepError):
         train(run)
     assert not run[0].accountant.history
 
@@ -141,5 +143,7 @@ def test_an_order_that_begins_to_repeat_rows_is_refused() -> None:
     run = start(loader={"shuffle": True}, poisson_sampling=False)
     train(run)
     run[-1].batch_sampler.sampler.replacement = True
-    with refused("replacement of the returned data loader's sampler was changed", StepError):
+    with refused(
+        "replacement of the returned data loader's sampler changed after make_private", StepError
+    ):
         train(run)

@@ -33,7 +33,7 @@ def test_no_limit_cuts_nothing() -> None:
 
 
 def test_a_unit_that_fits_into_no_part() -> None:
-    with refused("allow physical batches of 5 rows.*max_samples_per_unit=4", BatchSizeError):
+    with refused("Allow physical batches of 5 samples.*max_samples_per_unit=4", BatchSizeError):
         cut_between_units([1, 5], 4)
 
 
@@ -47,11 +47,11 @@ def test_whose_the_rows_are() -> None:
 
 def test_the_units_of_a_part() -> None:
     drawn = batch([2, 1, 3])
-    found = drawn.rows_of(range(2, 6))
+    found = drawn.samples_of(range(2, 6))
     assert found is not None
     assert (found.owner.tolist(), found.count, found.largest) == ([0, 1, 1, 1], 2, 3)
-    assert drawn.rows_of(range(1, 3)) is None
-    assert drawn.rows_of(range(3, 5)) is None
+    assert drawn.samples_of(range(1, 3)) is None
+    assert drawn.samples_of(range(3, 5)) is None
 
 
 class Optimizer:
@@ -83,7 +83,7 @@ def test_opacus_sampler_is_refused_at_once_where_a_unit_may_not_fit(drawn: list[
     units = batch(drawn, largest=5)
     units.most = 4
     split = BatchSplittingSampler(sampler=[units], max_batch_size=4, optimizer=Optimizer())
-    with refused("allow physical batches of 5 rows", BatchSizeError):
+    with refused("Allow physical batches of 5 samples", BatchSizeError):
         list(split)
 
 

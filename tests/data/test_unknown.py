@@ -83,7 +83,7 @@ def test_a_pass_over_the_loader_that_was_given(mode: str) -> None:
         warnings.filterwarnings("error", SAID)
         train(private, optimizer, loader)
     assert engine.accountant.history[1:] == [(SIGMA, B / N, N // B)]
-    with refused("Iterate over the returned loader", StepError):
+    with refused("a batch of the data loader that make_private returned", StepError):
         step(private, optimizer, next(iter(given))[0])
 
 

@@ -20,4 +20,4 @@ def test_a_plain_loop(tmp_path, kind: str) -> None:
 def test_a_prepared_loader_is_refused(tmp_path) -> None:
     for said in world.run(2, "tests.distributed.accelerated:prepared_too", tmp_path):
         assert "Accelerate's BatchSamplerShard" in said
-        assert "prepare everything but the data loader" in said
+        assert "Prepare everything except the data loader" in said

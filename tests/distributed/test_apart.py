@@ -12,14 +12,14 @@ from tests.distributed import world
 OPACUS = {
     "threshold": "the same max_grad_norm, got 1.0 on rank 0 and 2.0 on rank 1",
     "sigma": "the same noise_multiplier, got 1.0 on rank 0 and 2.0 on rank 1",
-    "batch": "the same way in which rows are drawn",
-    "data": "the same rows of the data set, in one order",
-    "order": "pass a DistributedSampler of these ranks",
+    "batch": "the same sampling design",
+    "data": "the same samples of the data set, in one order",
+    "order": "Pass a DistributedSampler of these ranks",
     "adaptive": "Omit grad_sample_mode.",
-    "later threshold": "max_grad_norm is 1 on one and 100 on another",
+    "later threshold": "the same max_grad_norm, got 1 on one and 100 on another",
     "later thresholds": "a digest of all thresholds",
-    "later sigma": "noise_multiplier is 1 on one and 100 on another",
-    "later size": "expected_batch_size is 1 on one and 2 on another",
+    "later sigma": "the same noise_multiplier, got 1 on one and 100 on another",
+    "later size": "the same expected_batch_size, got 1 on one and 2 on another",
     "frozen": "a digest of the trained parameters' names",
 }
 
@@ -39,7 +39,7 @@ def test_opacus_modes(opacus: list[dict[str, Any]], case: str) -> None:
 
 def test_opacus_modes_that_train(opacus: list[dict[str, Any]]) -> None:
     """Alike, under one name on all ranks; what one rank refuses, the other is told."""
-    assert "rank 1 cannot train" in opacus[0]["alone"]
+    assert "Rank 1 cannot train" in opacus[0]["alone"]
     for rank in opacus:
         assert rank["alone"]
         assert rank["share"] == ""
@@ -50,7 +50,7 @@ def test_opacus_modes_that_train(opacus: list[dict[str, Any]]) -> None:
 def test_a_checkpoint_and_a_parameter_of_one_rank(tmp_path) -> None:
     found = world.run(2, "tests.distributed.apart:fast", tmp_path, str(tmp_path))
     for rank in found:
-        assert "load the same checkpoint and begin each pass" in rank["loaded by one"]
+        assert "load the same checkpoint on every rank" in rank["loaded by one"]
         assert rank["loaded by all"] == ""
         assert "a digest of the trained parameters' names" in rank["frozen"]
         assert sum(steps for *_, steps in rank["history"]) == 3

@@ -16,7 +16,7 @@ from tests.distributed import world
 from tests.distributed.faults import EVERY, STEPS
 
 TRAIN = "tests.distributed.faults:train"
-TOLD = "another rank of this training cannot be reached|Connection (closed by peer|reset)"
+TOLD = "Another rank cannot be reached|Connection (closed by peer|reset)"
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp of parts"])
 
 

@@ -24,7 +24,7 @@ def test_ranks_that_do_not_see_one_file(tmp_path: Path) -> None:
     """Refused on all of them, with nothing left behind."""
     found = world.run(2, "tests.distributed.ledgers:refusals", tmp_path, str(tmp_path))
     for rank in found:
-        assert "call make_private first" in rank["early"]
+        assert "Call make_private first" in rank["early"]
         assert "the same number of files for the ledger, got 1 on rank 0 and 0" in rank["one alone"]
         assert "the same number of files for the ledger, got 0" in rank["another alone"]
         for name in ("not shared", "different"):
@@ -44,7 +44,7 @@ def test_a_full_disk_of_the_first_rank(tmp_path: Path, kind: str) -> None:
     """The sums were exchanged already: no rank takes the step."""
     found = world.run(2, "tests.distributed.ledgers:full", tmp_path, str(tmp_path), kind)
     assert "no space left on device" in found[0]["told"]
-    assert "another rank could not record this step" in found[1]["told"]
+    assert "Another rank could not record this step" in found[1]["told"]
     for rank in found:
         assert rank["stayed"]
         assert (rank["counted"], rank["later"], rank["logged"]) == (2, 4, 4)

@@ -27,7 +27,7 @@ REFUSED = {
     "gathers": ("GraphError", "sync_dist=True"),
     "past forward": ("GraphError", "call the model itself"),
     "no fully_shard": ("GraphError", "call fully_shard on it"),
-    "parts": ("UnsupportedLayerError", "call fully_shard on the model itself"),
+    "parts": ("UnsupportedLayerError", "Call fully_shard on the model itself"),
     "no callback": ("ArgumentError", "PrivacyCallback"),
     "no ledger": ("ArgumentError", "what its run has spent is not known"),
     "no ledger, shards": ("ArgumentError", "what its run has spent is not known"),

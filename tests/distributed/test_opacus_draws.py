@@ -106,9 +106,9 @@ def test_replicas_of_shards_are_refused(noise: list[dict[str, Any]]) -> None:
     """Each would add noise of its own."""
     for rank in noise:
         assert "would add other noise to each replica" in rank["replicas"]
-        assert "give fully_shard a mesh of one axis" in rank["replicas"]
+        assert "Give fully_shard a mesh of one axis" in rank["replicas"]
 
 
 def test_a_share_is_not_shared_again(noise: list[dict[str, Any]]) -> None:
     for rank in noise:
-        assert "draws one rank's share of the rows already" in rank["again"]
+        assert "draws one rank's share of the samples already" in rank["again"]

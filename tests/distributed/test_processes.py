@@ -29,13 +29,13 @@ def said(tmp_path_factory) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        ("bare", "this process group has 2 processes"),
+        ("bare", "The process group has 2 processes"),
         ("ddp inside", r"^backbone \(DistributedDataParallel\)"),
         ("fsdp2 inside", r"^backbone \(FSDPSequential\)"),
-        ("later none", "this process group has 2 processes"),
-        ("later ddp", "runs inside DistributedDataParallel, which was not there"),
-        ("later dpddp", "this process group has 2 processes"),
-        ("backward alone", "this process group has 2 processes"),
+        ("later none", "The process group has 2 processes"),
+        ("later ddp", "runs inside DistributedDataParallel, which was added after"),
+        ("later dpddp", "The process group has 2 processes"),
+        ("backward alone", "The process group has 2 processes"),
     ],
 )
 def test_two_processes(said: list[dict[str, str]], case: str, name: str) -> None:
@@ -88,7 +88,7 @@ def test_ddp_around_the_private_model(wrap_model: bool) -> None:
 def test_data_parallel() -> None:
     """On several devices it would run copies of the private layers."""
     for model in (nn.DataParallel(mlp()), nn.Sequential(nn.DataParallel(mlp()))):
-        with refused("pass the model that it wraps", UnsupportedLayerError):
+        with refused("Pass the model that it wraps", UnsupportedLayerError):
             make_private(model)
     private = make_private(mlp())[1]
     with refused("DataParallel", GraphError):

@@ -149,29 +149,29 @@ def test_units_are_clipped_whole(found) -> None:
 
 REFUSED = {
     "sigma": "same noise_multiplier, got 1.0 on rank 0 and 2.0 on rank 1",
-    "rate": "way in which rows are drawn",
+    "rate": "the same sampling design",
     "strategy": "same (clipping|max_grad_norm)",
-    "data": "way in which rows are drawn",
+    "data": "the same sampling design",
     "weights": "same weights",
-    "cut": "omit max_batch_size",
-    "static graph": "omit static_graph",
-    "apart": "noise_multiplier is 1 on one and 2 on another",
-    "syncs": "leave it as make_private has set it",
-    "one rank alone": "max_samples_per_unit needs unit_ids",
-    "clipped apart": "noise_std is 1 on one and 2 on another",
-    "another order": "rows of the data set, in one order",
-    "chosen apart": "rows that may be drawn, in one order",
-    "listed apart": "rows of the data set, in one order",
-    "files apart": "rows of the data set, in one order, got 'Rows 23",
-    "columns apart": "rows of the data set, in one order, got 'Rows 23",
+    "cut": "Omit max_batch_size",
+    "static graph": "Omit static_graph",
+    "apart": "noise_multiplier, got 1 on one and 2 on another",
+    "syncs": "Leave the setting as make_private set it",
+    "one rank alone": "max_samples_per_unit expects unit_ids",
+    "clipped apart": "noise_std, got 1 on one and 2 on another",
+    "another order": "samples of the data set, in one order",
+    "chosen apart": "samples that may be drawn, in one order",
+    "listed apart": "samples of the data set, in one order",
+    "files apart": "samples of the data set, in one order, got 'Rows 23",
+    "columns apart": "samples of the data set, in one order, got 'Rows 23",
     "units apart": "same unit_ids",
-    "epochs apart": "the DistributedSampler's epoch is 0 on one and 1 on another",
+    "epochs apart": "the DistributedSampler's epoch, got 0 on one and 1 on another",
     "schedules apart": "a digest of the optimizer's settings",
-    "own order": "pass a DistributedSampler of these ranks",
+    "own order": "Pass a DistributedSampler of these ranks",
     "another's share": "rank 1 of 2",
     "padded": "drop_last=True",
-    "few rows": "a row each at least",
-    "loader again": "one rank's share of the rows already",
+    "few rows": "at least 2 samples, got",
+    "loader again": "one rank's share of the samples already",
     "own seed": "order of the DistributedSampler",
 }
 
@@ -185,7 +185,7 @@ def test_refusals(said, case: str) -> None:
     for number, rank in enumerate(said):
         told = rank["refusals"][case]
         assert re.search(REFUSED[case], told), told
-        assert (case in ALONE and not number) == ("rank 1 cannot train" in told), told
+        assert (case in ALONE and not number) == ("Rank 1 cannot train" in told), told
 
 
 def test_cleanup_makes_ddp_ordinary_again(said) -> None:

@@ -10,13 +10,13 @@ from tests.distributed import world
 from tests.distributed.spread_refusals import CASES
 
 SAID = {
-    "tensor parallel": r"\['2.weight'\] are spread over processes in another way than fully_shard's",
+    "tensor parallel": r"\['2.weight'\] are sharded in another way than by fully_shard",
     "FSDP1": "FullyShardedDataParallel.*FSDP1.*fully_shard",
-    "parts alone": r"^UnsupportedLayerError: 0 \(FSDPLinear\).*call fully_shard on the model itself",
-    "ignored": "'0.weight' is trained, but fully_shard does not hold it",
+    "parts alone": r"^UnsupportedLayerError: 0 \(FSDPLinear\).*Call fully_shard on the model itself",
+    "ignored": "'0.weight' is trained and fully_shard does not hold it",
     "optimizer before": "Build the optimizer from this module's parameters",
-    "mesh": "spread over 1 processes of 2",
-    "replicas": "all replicas of a shard expect the same weights",
+    "mesh": "sharded over 1 processes of 2",
+    "replicas": "All replicas of a shard expect the same weights",
     "buffers": "same weights",
     "hook": "'0.weight' has a hook on its gradient",
     "second engine": "is private already",
@@ -26,12 +26,12 @@ SAID = {
     "hook later": "'0.weight' has a hook on its gradient",
     "penalty": "ParameterLeakError: parameter '0.weight'",
     "thawed": r"\['0.weight', '0.bias'\] have become trainable",
-    "assigned": "has been replaced since make_private.*load without assign",
+    "assigned": "was replaced after make_private.*Load without assign",
     "compatible": "Call get_compatible_module before fully_shard",
     "explain": "Call explain before fully_shard",
     "make_step": "model expects one that each rank holds as a whole",
-    "placeholders": "omit rand_on_empty",
-    "forgotten": r"backward passes in the sums is \d+ on one and \d+ on another",
+    "placeholders": "Omit rand_on_empty",
+    "forgotten": r"backward passes in the sums, got \d+ on one and \d+ on another",
     "workers apart": "same num_workers and prefetch_factor",
 }
 

@@ -105,7 +105,7 @@ REFUSED = {
     "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "pass loss_reduction='sum'"),
     "lazy": ({"module": nn.Sequential(nn.LazyLinear(3))}, r"0 \(LazyLinear\).*Run the model once"),
     "optimizer": ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.ones(1))])}, "LBFGS.step expects"),
-    "devices": ({"module": nn.DataParallel(nn.Linear(6, 3))}, "pass the model that it wraps"),
+    "devices": ({"module": nn.DataParallel(nn.Linear(6, 3))}, "Pass the model that it wraps"),
 }  # fmt: skip
 
 

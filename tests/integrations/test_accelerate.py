@@ -124,5 +124,5 @@ def test_prepared_physical_batches_are_refused() -> None:
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
 
-    with refused("prepare the loader with Accelerate before BatchMemoryManager"):
+    with refused("A physical batch was drawn before the previous one was stepped"):
         train()

@@ -93,7 +93,7 @@ def watching(prepare: Any, watch: Released) -> Any:
 def test_a_unit_that_no_physical_batch_holds(tmp_path: Path) -> None:
     """Said before the first step, not after steps were released, when the unit is drawn."""
     run = trainer(tmp_path, None, 4, 1, UNITS | {"sample_rate": 0.01}, train_dataset=ROWS)
-    with refused("hold a unit of 7 rows.*per_device_train_batch_size", BatchSizeError):
+    with refused("hold a unit of 7 samples.*per_device_train_batch_size", BatchSizeError):
         run.train()
     assert run.engine.accountant.history == []
     assert not any("forward" in module.__dict__ for module in run.model.modules())

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastclip.data.dataset import told_of
+from fastclip.data.dataset import digest_of
 from tests.page_blocks import blocks
 from tests.refusal import refused
 
@@ -349,6 +349,6 @@ def test_rows_that_processes_agree_on() -> None:
         own.map(lambda row: row, new_fingerprint=f"random{i}") for i, own in enumerate((one, two))
     ]
     assert made[0]._fingerprint != made[1]._fingerprint
-    assert told_of(made[0]) == told_of(made[1])
-    assert told_of(one) != told_of(two.select([1, 0, 2, 3, 4, 5]))
-    assert told_of(one) != told_of(two.rename_column("prompt", "question"))
+    assert digest_of(made[0]) == digest_of(made[1])
+    assert digest_of(one) != digest_of(two.select([1, 0, 2, 3, 4, 5]))
+    assert digest_of(one) != digest_of(two.rename_column("prompt", "question"))

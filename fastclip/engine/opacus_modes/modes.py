@@ -21,7 +21,7 @@ from fastclip.core.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
 from fastclip.data.design import Releases
 from fastclip.data.plan import Drawing, call_for_loader
 from fastclip.data.samplers import length_of
-from fastclip.distributed.processes import ranks_of_opacus, refuse
+from fastclip.distributed.processes import ranks_of_opacus, report
 from fastclip.distributed.ranks import Ranks
 from fastclip.engine.model import go_on_with
 from fastclip.engine.opacus_modes.optimizers import optimizer_class
@@ -49,7 +49,7 @@ def make_by_opacus(
     module = request.module
     check_mode(request.grad_sample_mode, module, wrap_model=request.wrap_model)
     ranks = ranks_of_opacus(module)
-    making.undo.push(partial(refuse, ranks))
+    making.undo.push(partial(report, ranks))
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
     go_on_with(ledger(), module if request.wrap_model else None, module, trained)
     engine = _OpacusEngine(ledger(), request.secure, request, making, ranks, validate)

@@ -120,7 +120,9 @@ class Bucket(BatchSampler):
 )
 def test_samplers_that_draw_in_a_way_of_their_own_are_refused(sampler) -> None:
     kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
-    with pytest.raises(ArgumentError, match=r"secure_mode=True draws rows by.*(Random|Bucket)"):
+    with pytest.raises(
+        ArgumentError, match=r"secure_mode=True expects Poisson sampling.*(Random|Bucket)"
+    ):
         draw_securely(DataLoader(DATA, **{kind: sampler}))
 
 
