@@ -39,20 +39,20 @@ def per_sample_cross_entropy(
     if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
         raise ArgumentTypeError(
             "per_sample_cross_entropy expects two tensors, got "
-            f"{type(logits).__name__} and {type(labels).__name__}"
+            f"{type(logits).__name__} and {type(labels).__name__}."
         )
     if labels.dim() == 0 or logits.shape[:-1] != labels.shape:
         raise ArgumentError(
             "per_sample_cross_entropy expects logits [b, t, k] and labels [b, t], or [b, k] and [b], "
-            f"got {list(logits.shape)} and {list(labels.shape)}"
+            f"got {list(logits.shape)} and {list(labels.shape)}."
         )
     if labels.is_floating_point():
         raise ArgumentTypeError(
-            f"per_sample_cross_entropy expects labels as class numbers, got {labels.dtype}"
+            f"per_sample_cross_entropy expects labels as class numbers, got {labels.dtype}."
         )
     if shift:
         if labels.dim() < 2:
-            raise ArgumentError("shift=True expects labels of several positions, [b, t], got [b]")
+            raise ArgumentError("shift=True expects labels of several positions, [b, t], got [b].")
         logits, labels = logits[:, :-1], labels[:, 1:]
     b, classes = len(labels), logits.shape[-1]
     if not logits.dtype.itemsize >= 4:

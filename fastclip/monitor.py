@@ -68,7 +68,7 @@ class Monitor:
         if not hasattr(optimizer, "grad_state") or not hasattr(optimizer, "attach_step_hook"):
             raise ArgumentTypeError(
                 "Monitor expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}."
             )
         self.delta = between("delta", delta, 0, 1)
         self.every = whole("every", every, 1)
@@ -142,7 +142,11 @@ def spending(engine: Any, delta: float) -> list[tuple[int, float]]:
     history = list(engine.accountant.history)
     total = sum(int(steps) for *_, steps in history)
     if total == 0:
-        raise ArgumentError("the engine has taken no step yet: there is nothing to draw")
+        raise ArgumentError(
+            "The engine has taken no step yet, so it has no privacy cost to plot. Train at least one "
+            "step first.",
+            doc="privacy-budget",
+        )
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)})
     name = engine.accountant.mechanism()
     return [(mark, epsilon(_first(history, mark), delta, name)) for mark in marks]
@@ -176,7 +180,10 @@ def plot_privacy(engine: Any, *, delta: float, budget: float | None = None) -> F
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ArgumentError("plot_privacy needs matplotlib: pip install matplotlib") from error
+        raise ArgumentError(
+            "plot_privacy needs matplotlib, which is not installed. Run pip install matplotlib.",
+            doc="missing-libraries",
+        ) from error
     if budget is not None:
         budget = positive("budget", budget)
     points = spending(engine, delta)

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-batch-size",
         type=int,
         metavar="M",
-        help="draws of more rows are cut to a random M; --accountant pld knows what that costs",
+        help="larger sampled batches are truncated to M random samples; needs --accountant pld",
     )
     length = command.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=float, help="length as passes of 1 / q steps")
@@ -148,15 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error(str(error))
     if delta >= 1 / given.samples:
         print(
-            f"warning: delta = {delta:g} is at least 1 / N = {1 / given.samples:.3g}, which allows a "
-            "run that publishes one whole sample: choose a smaller --delta",
+            f"warning: delta = {delta:g} is at least 1 / N = {1 / given.samples:.3g}, so a run may "
+            "publish one whole sample. Choose a smaller --delta.",
             file=sys.stderr,
         )
     if given.json:
         attack = best.as_json() if best else None
         print(json.dumps({**planned.as_json(), "attack": attack}, indent=2, allow_nan=False))
         return 0
-    cut = "" if given.max_batch_size is None else f", at most {given.max_batch_size} rows"
+    cut = "" if given.max_batch_size is None else f", at most {given.max_batch_size} samples"
     sizes = f"N = {given.samples}, B = {given.batch_size}{cut}"
     print(f"{sizes}, q = B / N = {probability(rate):.6g}", end="")
     print(f" (Opacus' loader: 1 / {math.ceil(given.samples / given.batch_size)})\n")
@@ -171,15 +171,16 @@ def _rate(given: argparse.Namespace) -> Rate:
     samples = whole("--samples", given.samples, 1)
     batch = whole("--batch-size", given.batch_size, 1)
     if batch > samples:
-        raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}")
+        raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}.")
     if given.max_batch_size is None:
         return batch / samples
     most = whole("--max-batch-size", given.max_batch_size, 1)
     cut = TruncatedPoisson(batch / samples, samples, most)
     if given.trials is not None:
         raise ArgumentError(
-            "--trials prices a search by Renyi divergences, of which none is known for draws "
-            "that are cut; omit --max-batch-size"
+            "--trials computes the cost of a search from Renyi divergences, and none is known for "
+            "truncated batches. Omit --max-batch-size.",
+            doc="unsupported-options",
         )
     return cut
 
@@ -209,10 +210,10 @@ def _schedule(given: argparse.Namespace, steps: int) -> NoiseSchedule:
     build, options = SCHEDULES[given.schedule]
     for name in SCHEDULE_OPTIONS:
         if name not in options and getattr(given, name) is not None:
-            owners = [kind for kind, (_, its) in SCHEDULES.items() if name in its]
+            kinds = [kind for kind, (_, its) in SCHEDULES.items() if name in its]
             raise ArgumentError(
-                f"--{name.replace('_', '-')} belongs to --schedule {' or '.join(owners)}, "
-                f"got --schedule {given.schedule}"
+                f"--{name.replace('_', '-')} expects --schedule {' or '.join(kinds)}, "
+                f"got --schedule {given.schedule}."
             )
     if not options:
         return build()
@@ -228,12 +229,12 @@ def _trials(given: argparse.Namespace) -> Trials | None:
     if given.trials is None:
         if given.eta is not None or given.trials_distribution is not None:
             raise ArgumentError(
-                "--eta and --trials-distribution describe --trials, which is missing"
+                "--eta and --trials-distribution expect --trials, which is missing. Add --trials MEAN."
             )
         return None
     if given.trials_distribution == "poisson":
         if given.eta is not None:
-            raise ArgumentError("--eta belongs to --trials-distribution tnb, got poisson")
+            raise ArgumentError("--eta expects --trials-distribution tnb, got poisson.")
         return Poisson(given.trials)
     eta = 0.0 if given.eta is None else given.eta
     return TruncatedNegativeBinomial.from_mean(given.trials, eta)

@@ -153,8 +153,9 @@ def strongest_attack(
         accountant = "pld" if find_spec("dp_accounting") else "rdp"
     if accountant == "gdp":
         raise ArgumentError(
-            "accountant='gdp' is an approximation and no upper bound on an attacker: use "
-            "accountant='pld', 'prv' or 'rdp'"
+            "accountant='gdp' is an approximation, not an upper bound on an attack. Use "
+            "accountant='pld', 'prv' or 'rdp'.",
+            doc="privacy-budget",
         )
     if accountant not in ("pld", "rdp"):
         open_accountant(accountant)  # refuses a name that it does not know
@@ -246,7 +247,8 @@ def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ArgumentError(
-            "--picture needs the library matplotlib, which is not installed: pip install matplotlib"
+            "--picture needs matplotlib, which is not installed. Run pip install matplotlib.",
+            doc="missing-libraries",
         ) from error
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     FigureCanvasAgg(figure)  # no display needed
@@ -275,5 +277,5 @@ def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
     except (OSError, ValueError) as error:
         raise ArgumentError(
             f"--picture expects a file that can be written, such as attack.png, got {str(path)!r} "
-            f"({str(error).splitlines()[0].rstrip('.')})"
+            f"({str(error).splitlines()[0].rstrip('.')})."
         ) from error

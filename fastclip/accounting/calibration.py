@@ -76,8 +76,9 @@ def find_noise_multiplier(
     factors = [factor for factor, _, _ in unit]
     if not min(factors) > 0:
         raise ArgumentError(
-            "the schedule's noise falls to 0 during the run, so that no target_epsilon can be "
-            "reached: let it decay more slowly"
+            "The schedule's noise falls to 0 during the run, so no noise multiplier reaches "
+            "target_epsilon. Choose a schedule that decays more slowly.",
+            doc="privacy-budget",
         )
     open_accountant(accountant)
     check_not_truncated(unit, accountant)
@@ -97,8 +98,9 @@ def find_noise_multiplier(
 
     if others and not epsilon(others, delta, accountant, **options) < target:
         raise ArgumentError(
-            f"the counts that are reserved spend target_epsilon={target:g} or more alone, and nothing "
-            "is left for training. Raise their noise_multiplier, or reserve fewer"
+            f"The reserved counts alone spend target_epsilon={target:g} or more, and nothing is left "
+            "for training. Raise their noise_multiplier, or reserve fewer counts.",
+            doc="privacy-budget",
         )
     return _search(spent, target, min(tolerance, _SHARE * target), accountant) / min(factors)
 
@@ -128,7 +130,7 @@ def planned_steps(sample_rate: Rate, epochs: float | None, steps: int | None) ->
         ArgumentError: if both or none is given, or it is not positive.
     """
     if (epochs is None) == (steps is None):
-        raise ArgumentError(f"give either epochs or steps, got epochs={epochs}, steps={steps}")
+        raise ArgumentError(f"Expected either epochs or steps, got epochs={epochs}, steps={steps}.")
     if steps is not None:
         return whole("steps", steps, 1)
     rate = probability(checked_rate(sample_rate))
@@ -158,9 +160,10 @@ def _search(
 
 
 def _unreachable(target: float, accountant: str, reached: float, sigma: float) -> ArgumentError:
-    other = " use accountant='prv'," if accountant == "rdp" else ""
+    other = ", or use accountant='prv'" if accountant == "rdp" else ""
     return ArgumentError(
-        f"no noise multiplier reaches target_epsilon={target:g} ({accountant!r} still finds "
-        f"{reached:.3g} at {sigma:.3g}):{other} raise target_epsilon or target_delta, or plan fewer "
-        "steps"
+        f"No noise multiplier reaches target_epsilon={target:g} ({accountant!r} still finds "
+        f"{reached:.3g} at {sigma:.3g}). Raise target_epsilon or target_delta, or plan fewer "
+        f"steps{other}.",
+        doc="privacy-budget",
     )

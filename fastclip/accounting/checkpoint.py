@@ -82,13 +82,15 @@ def load_checkpoint(
     saved = read_checkpoint(path, torch_load_kwargs or {})
     if _ACCOUNTANT not in saved:
         raise ArgumentError(
-            f"the checkpoint holds no {_ACCOUNTANT}, so what its run has spent is not known; load "
-            "one that engine.save_checkpoint wrote"
+            f"The checkpoint holds no {_ACCOUNTANT}, so the privacy spent by its run is unknown. Load a "
+            "file that engine.save_checkpoint wrote.",
+            doc="checkpoints",
         )
     if _MODULE not in saved:
         raise ArgumentError(
-            f"the checkpoint holds no {_MODULE}, and nothing was loaded; load one that "
-            "engine.save_checkpoint wrote"
+            f"The checkpoint holds no {_MODULE}, and nothing was loaded. Load a file that "
+            "engine.save_checkpoint wrote.",
+            doc="checkpoints",
         )
     # First: a module that fails halfway has got some of the weights.
     ledger.load_state_dict(saved[_ACCOUNTANT])
@@ -97,10 +99,12 @@ def load_checkpoint(
     if optimizer is not None and state:
         optimizer_alone(optimizer).load_state_dict(state)
     elif optimizer is not None or state:
-        held, given = "a" if state else "no", "none" if optimizer is None else "one"
+        held, given = ("an", "no") if optimizer is None else ("no", "an")
         say(
-            f"the checkpoint holds {held} state of an optimizer and load_checkpoint got {given}: "
-            "momentum, thresholds and noise schedules go on from where they are"
+            f"The checkpoint holds {held} optimizer state and load_checkpoint got {given} optimizer, so "
+            "momentum, thresholds and noise schedules keep their current values. Pass optimizer= to "
+            "both save_checkpoint and load_checkpoint.",
+            doc="checkpoints",
         )
     schedulers = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
     for name, scheduler in schedulers.items():
@@ -134,10 +138,11 @@ def check_loads(path: Any, begin: int = 0) -> None:
             path.truncate()
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ArgumentError(
-            "this checkpoint could not be loaded again "
-            f"({found.group(1) if found else _first_line(error)}): it holds other things than "
-            "tensors and plain values; leave them out of checkpoint_dict and of the states of "
-            "optimizer and module, or write them as plain values (vars(options), str(path))"
+            "The checkpoint holds something other than tensors and plain values "
+            f"({found.group(1) if found else _first_line(error)}), so it could not be loaded again. "
+            "Remove it from checkpoint_dict and the saved states, or store it as plain values "
+            "(vars(options), str(path)).",
+            doc="checkpoints",
         ) from error
     if opened:
         path.seek(0, 2)
@@ -156,7 +161,7 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         ArgumentError: the file is damaged, of a newer format, or holds other things than tensors and
             plain values. OSError: it is not there or cannot be read.
     """
-    name = getattr(path, "name", "the checkpoint") if hasattr(path, "read") else str(path)
+    name = getattr(path, "name", "The checkpoint") if hasattr(path, "read") else str(path)
     _check_whole(path, name)
     try:
         saved = torch.load(path, **{"weights_only": True, **options})
@@ -169,23 +174,26 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         raise _damaged(name, error) from error
     except pickle.UnpicklingError as error:
         raise ArgumentError(
-            f"{name} is damaged, or holds other things than tensors and plain values, which could run "
-            f"code ({_first_line(error)}); load another checkpoint, or, if you trust whoever wrote it, "
-            "pass torch_load_kwargs={'weights_only': False}"
+            f"{name} is damaged, or holds objects other than tensors and plain values that could run "
+            f"code ({_first_line(error)}). Load another checkpoint, or pass "
+            "torch_load_kwargs={'weights_only': False} if you trust its author.",
+            doc="checkpoints",
         ) from error
     except Exception as error:
         raise _damaged(name, error) from error
     if not isinstance(saved, dict):
         raise ArgumentError(
-            f"{name} holds a {type(saved).__name__}, not a checkpoint; load one that "
-            "engine.save_checkpoint wrote"
+            f"{name} holds a {type(saved).__name__}, not a checkpoint. Load a file that "
+            "engine.save_checkpoint wrote.",
+            doc="checkpoints",
         )
     found = saved.pop(KEY, {"format": 0})
     number = found.get("format") if isinstance(found, Mapping) else None
     if type(number) is not int or number > FORMAT:
         raise ArgumentError(
-            f"{name} is a checkpoint of format {number!r}, and this fastclip reads formats up to "
-            f"{FORMAT}: install the version that wrote it, or a newer one"
+            f"{name} is a checkpoint of format {number!r}, but this fastclip reads formats up to "
+            f"{FORMAT}. Install the version that wrote it, or a newer one.",
+            doc="checkpoints",
         )
     return saved
 
@@ -198,7 +206,7 @@ def _check_whole(path: Any, name: str) -> None:
                 for entry in archive.infolist():
                     # torch's reader takes its bytes for none, and leaves the tensor as memory was
                     if entry.external_attr & _FOLDER and not entry.filename.endswith("/"):
-                        raise ValueError(f"{entry.filename} says that it is a folder")
+                        raise ValueError(f"{entry.filename} is marked as a folder")
                 wrong = archive.testzip()
             if wrong is not None:
                 raise ValueError(f"the checksum of {wrong} is wrong")
@@ -213,8 +221,9 @@ def _check_whole(path: Any, name: str) -> None:
 
 def _damaged(name: str, error: Exception) -> ArgumentError:
     return ArgumentError(
-        f"{name} is damaged ({_first_line(error)}); nothing was loaded: go on from another checkpoint, "
-        "and count the steps that were taken after it"
+        f"{name} is damaged ({_first_line(error)}), and nothing was loaded. Resume from another "
+        "checkpoint, and count the steps that were taken after it.",
+        doc="checkpoints",
     )
 
 
@@ -240,7 +249,7 @@ class RunState(Stateful):
         if not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "optimizer expects what make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}."
             )
         model: Any = module._module if isinstance(module, AbstractGradSampleModule) else module
         self._model, self._inner = bare(uncompiled(model)), optimizer.original_optimizer
@@ -273,8 +282,9 @@ class RunState(Stateful):
         run = read_checkpoint(io.BytesIO(saved), {}) if isinstance(saved, bytes) else {}
         if not {"ledger", "clipping"} <= run.keys():
             raise ArgumentError(
-                "the checkpoint holds no ledger, so what its run has spent is not known; load one that "
-                "was saved with engine.run_state"
+                "The checkpoint holds no ledger, so the privacy spent by its run is unknown. Load one "
+                "that was saved with engine.run_state.",
+                doc="checkpoints",
             )
         self._ledger.load_state_dict(run["ledger"])
         set_model_state_dict(self._model, state_dict[_MODEL])

@@ -59,7 +59,7 @@ def compose(*sigmas: float) -> float:
         ArgumentError: if none is given, or one is negative or not finite.
     """
     if not sigmas:
-        raise ArgumentError("compose expects at least one noise multiplier, got none")
+        raise ArgumentError("compose expects at least one noise multiplier, got none.")
     levels = [multiplier("sigma", sigma) for sigma in sigmas]
     least = min(levels)
     if least == 0:
@@ -110,9 +110,10 @@ def remaining(sigma: float, sigma_count: float) -> float:
         return 0.0
     if counts <= total:
         raise StepError(
-            f"the counts were released with noise multiplier {counts:g}, which leaves nothing of "
-            f"the step's {total:g} for the gradients: raise count_noise_ratio, or change "
-            "noise_multiplier before the counts of a step are released"
+            f"The counts were released with noise multiplier {counts:g}, which leaves nothing of the "
+            f"step's {total:g} for the gradients. Raise count_noise_ratio, or change noise_multiplier "
+            "before the counts are released.",
+            doc="noise",
         )
     return total / math.sqrt((counts - total) / counts * (1 + total / counts))
 
@@ -202,9 +203,9 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     except FastclipError:
         raise
     except (ArithmeticError, RuntimeError, ValueError) as error:
-        raise _numerics(accountant, entries, f"failed with {error}") from error
+        raise _numerics(accountant, entries, f"failed ({error})") from error
     if math.isnan(found):
-        raise _numerics(accountant, entries, "found no number")
+        raise _numerics(accountant, entries, "returned NaN")
     return max(found, 0.0)
 
 
@@ -271,7 +272,7 @@ def open_accountant(name: str) -> IAccountant:
         if isinstance(error, FastclipError):  # of a library that is missing
             raise
         raise ArgumentError(
-            f"accountant expects 'prv', 'pld', 'rdp' or 'gdp', got {name!r}"
+            f"accountant expects 'prv', 'pld', 'rdp' or 'gdp', got {name!r}."
         ) from error
 
 
@@ -283,8 +284,9 @@ def check_constant_noise(entries: Sequence[Entry]) -> None:
     """
     if len(entries) > 1:
         raise ArgumentError(
-            "accountant='gdp' composes only a constant noise multiplier and sample rate, got "
-            f"{len(entries)} different ones: use accountant='rdp' or 'prv'"
+            "accountant='gdp' expects a constant noise multiplier and sample rate, got "
+            f"{len(entries)} different ones. Use accountant='prv' or 'rdp'.",
+            doc="privacy-budget",
         )
 
 
@@ -292,6 +294,7 @@ def _numerics(accountant: str, entries: Sequence[Entry], what: str) -> ArgumentE
     least = min(sigma for sigma, _, _ in entries)
     other = "" if accountant == "rdp" else ", or accountant='rdp'"
     return ArgumentError(
-        f"the {accountant} accountant {what} for a run whose noise multiplier goes down to "
-        f"{least:.4g}: use more noise{other}"
+        f"The {accountant} accountant {what} for a run whose noise multiplier goes down to "
+        f"{least:.4g}. Use more noise{other}.",
+        doc="privacy-budget",
     )

@@ -75,8 +75,9 @@ class FederatedLedger:
     ) -> None:
         if people not in _PEOPLE:
             raise ArgumentError(
-                f"people expects 'disjoint' or 'shared', got {people!r}: the total depends on whether a "
-                "person's data may be held by several clients. Pass people='shared' if you do not know."
+                f"people expects 'disjoint' or 'shared', got {people!r}, and the total depends on it. "
+                "Pass people='shared' if several clients may hold the data of one person.",
+                doc="privacy-budget",
             )
         open_accountant(accountant)  # names the choices, where it is none
         self.people, self.accountant = people, accountant
@@ -114,16 +115,18 @@ class FederatedLedger:
         mechanism = state.get("mechanism")
         if mechanism not in _KNOWN:
             raise ArgumentError(
-                f"the state of a client expects one of the accountants {', '.join(_KNOWN)}, got "
-                f"{mechanism!r}, whose steps are not known to compose. Record its history instead."
+                f"The state of a client expects one of the accountants {', '.join(_KNOWN)}, got "
+                f"{mechanism!r}, for which no composition is known. Record its history instead.",
+                doc="privacy-budget",
             )
-        found = read_segments(state, mechanism, f"the accountant's state of client {client!r}")
+        found = read_segments(state, mechanism, f"The accountant's state of client {client!r}")
         if not state.get(NAMED) and joined(found):
             if run is None:
                 raise ArgumentError(
-                    f"the steps of client {client!r} have no names (Opacus' accountant, or a history), "
+                    f"The steps of client {client!r} have no names (Opacus' accountant, or a history), "
                     "so a state that is recorded twice would count twice. Pass run= with a name for "
-                    "each engine."
+                    "each engine.",
+                    doc="privacy-budget",
                 )
             found = {f"{_RUN}{run}": joined(found)}
         whom = protected_by(state, joined(found))
@@ -174,8 +177,9 @@ class FederatedLedger:
         name = _name_of(client)
         if name not in self._steps:
             raise ArgumentError(
-                f"nothing is recorded of client {name!r}, only of {self.clients}. Record the state of "
-                "its accountant first."
+                f"Client {name!r} has no recorded steps (recorded clients are {self.clients}). Record "
+                "the state of its accountant first.",
+                doc="privacy-budget",
             )
         return joined(self._steps[name])
 
@@ -222,15 +226,17 @@ class FederatedLedger:
             )
             if holder is not None and not name.startswith(_RUN):
                 raise ArgumentError(
-                    f"steps of client {client!r} are those of client {holder!r} already: one engine, or "
-                    "a copied private model, has trained on the data of both. Give each client an "
-                    "engine, and exchange state_dicts."
+                    f"Steps of client {client!r} are already recorded for client {holder!r}, so one "
+                    "engine or a copied private model trained on the data of both. Give each client an "
+                    "engine, and exchange state_dicts.",
+                    doc="privacy-budget",
                 )
             known = own.get(name, [])
             if remainder(entries, known) is None and remainder(known, entries) is None:
                 raise ArgumentError(
-                    f"the state of client {client!r} does not continue what is recorded of its engine "
-                    f"({name}). Record its history under a run= of its own, so that both count."
+                    f"The state of client {client!r} does not continue the recorded steps of its engine "
+                    f"({name}). Record its history under another run= name to count both.",
+                    doc="privacy-budget",
                 )
         both = self._whom.beside(whom)
         if self._log is not None:
@@ -287,9 +293,7 @@ def _named(name: str, line: str) -> str:
 
 def _name_of(client: str | int) -> str:
     if isinstance(client, bool) or not isinstance(client, (str, int)) or client == "":
-        raise ArgumentTypeError(
-            f"client expects a name, got {client!r}. Pass a string or a number."
-        )
+        raise ArgumentTypeError(f"client expects a nonempty string or a number, got {client!r}.")
     return str(client)
 
 
@@ -298,7 +302,7 @@ def _from_json(text: str | bytes) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ArgumentError(
-            f"the state of a client is no JSON ({error}). Pass "
+            f"The state of a client is not valid JSON ({error}). Pass "
             "json.dumps(engine.accountant.state_dict())."
         ) from None
 
@@ -308,6 +312,6 @@ def _history(entries: Any) -> list[Any]:
         return [(sigma, rate, steps) for sigma, rate, steps in entries]
     except (TypeError, ValueError):
         raise ArgumentTypeError(
-            f"the state of a client expects an accountant's state or a history, got {entries!r}. Pass "
+            f"The state of a client expects an accountant's state or a history, got {entries!r}. Pass "
             "engine.accountant.state_dict()."
         ) from None

@@ -288,8 +288,9 @@ class Ledger(Asked):
         """Raises: ArgumentError: this ledger is kept in a file."""
         if isinstance(self._log, WriteAheadLog) and self._log.held:
             raise ArgumentError(
-                f"this ledger is kept in {self._log.path} already, which would miss what another file "
-                "gets; end it first, by engine.write_ahead(None)"
+                f"This ledger already writes to {self._log.path}, and that file would miss the steps of "
+                "another one. Call engine.write_ahead(None) first.",
+                doc="checkpoints",
             )
 
     def take_over(self, other: Ledger) -> None:
@@ -326,7 +327,9 @@ class Ledger(Asked):
             check_entries(self.history)
         except ValueError as error:
             raise ArgumentError(
-                f"the accountant's history cannot be saved: {error}; look at what it was given"
+                f"The accountant's history cannot be saved ({error}). Correct the history that was "
+                "assigned to it.",
+                doc="checkpoints",
             ) from None
         state = super().state_dict(destination)
         state.update(history=saved_entries(self.history), mechanism=self.mechanism())
@@ -348,7 +351,7 @@ class Ledger(Asked):
             ArgumentError: for a damaged state, that of another mechanism, a union that this accountant
                 cannot compose, or steps that protect another unit; it is then as it was.
         """
-        loaded = read_segments(state_dict, self.mechanism(), "the accountant's state")
+        loaded = read_segments(state_dict, self.mechanism(), "The accountant's state")
         merged = self._with(loaded)
         whom = self.protected.beside(protected_by(state_dict, joined(loaded)))
         lines = lines_of(state_dict)
@@ -431,8 +434,8 @@ def succeeding(accountant: object, before: Ledger | None) -> Ledger:
     """A ledger of this accountant, if it is one, that goes on from another one (`Ledger.take_over`)."""
     if not isinstance(accountant, IAccountant):
         raise ArgumentTypeError(
-            f"accountant expects an accountant of Opacus, got {type(accountant).__name__}; take one of "
-            "opacus.accountants.create_accountant"
+            f"accountant expects an accountant of Opacus, got {type(accountant).__name__}. Create one "
+            "with opacus.accountants.create_accountant."
         )
     ledger = keep_ledger(accountant)
     if before is not None and before is not ledger:
@@ -449,7 +452,7 @@ def lines_of(state: Mapping[str, Any]) -> dict[str, Spent]:
     """
     found = {}
     for name, line in (state.get(LINES) or {}).items():
-        segments = read_segments(line, "prv", f"the accountant's state of the data set {name!r}")
+        segments = read_segments(line, "prv", f"The accountant's state of the data set {name!r}")
         found[name] = Spent(segments, protected_by(line, joined(segments)))
     return found
 

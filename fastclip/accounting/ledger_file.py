@@ -99,9 +99,10 @@ def read(content: bytes, place: str) -> Content:
         return Content([], b"", 0)
     if not lines or not _FIRST.fullmatch(first):
         raise ArgumentError(
-            f"line 1 of the ledger {place} is damaged, or this is no ledger of this version (which "
-            "begins with 'fastclip ledger 2'), so it is left as it is; restore the file from a copy, or "
-            "name another one and count its steps yourself"
+            f"Line 1 of the ledger {place} is damaged or not of this version ('fastclip ledger 2'), and "
+            "the file is left unchanged. Restore it from a copy, or name another file and count its "
+            "steps yourself.",
+            doc="checkpoints",
         )
     *lines, torn = lines
     digest, found, size = digest_of(first), [], len(first) + 1
@@ -133,9 +134,10 @@ def _is_whole(line: bytes, before: bytes) -> bool:
 def _opened(line: bytes, before: bytes, number: int, place: str) -> dict[str, Any]:
     if not _is_whole(line, before):
         raise ArgumentError(
-            f"line {number} of the ledger {place} is damaged, or does not follow the line before it, so "
-            "what was spent is not known; restore the file from a copy, or name another one and count "
-            "its steps yourself"
+            f"Line {number} of the ledger {place} is damaged or does not follow the line before it, so "
+            "the privacy spent is unknown. Restore the file from a copy, or name another file and count "
+            "its steps yourself.",
+            doc="checkpoints",
         )
     said: dict[str, Any] = json.loads(line[_DIGITS + 1 :])
     return said
@@ -238,7 +240,7 @@ class HeldFile:
         if not _lock(self._file):
             raise LostFile("another process has taken it")
         if not self.size <= os.fstat(self._file).st_size <= self.size + self._unsure:
-            raise LostFile("somebody else has written to it")
+            raise LostFile("another program has written to it")
 
     def holds(self) -> bool:
         """Whether `check` finds nothing."""
@@ -276,7 +278,9 @@ class HeldFile:
             found = self.path.stat()
             if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
                 raise ArgumentError(
-                    f"the ledger {self.path} is no regular file, so it would keep nothing; name another"
+                    f"The ledger {self.path} is not a regular file, so it would keep nothing. Name "
+                    "another file.",
+                    doc="checkpoints",
                 )
             if self._is_held(found):  # perhaps by an engine that nobody has any more
                 gc.collect()
@@ -298,8 +302,9 @@ class HeldFile:
 
     def _taken(self) -> ArgumentError:
         return ArgumentError(
-            f"the ledger {self.path} is being written by another engine or process; give each run a "
-            "file of its own, or end the other one first (its engine.write_ahead(None))"
+            f"Another engine or process writes to the ledger {self.path}. Give each run its own file, "
+            "or call engine.write_ahead(None) on the other engine first.",
+            doc="checkpoints",
         )
 
     def _check_place(self) -> None:
@@ -307,9 +312,9 @@ class HeldFile:
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
-            raise LostFile("somebody has moved or deleted it") from None
+            raise LostFile("it was moved or deleted") from None
         if _key(found) != _key(os.fstat(self._file)):
-            raise LostFile("somebody has put another file in its place")
+            raise LostFile("another file has replaced it")
 
 
 def _key(found: os.stat_result) -> tuple[int, int]:
@@ -337,9 +342,7 @@ def _lock(file: int) -> bool:
 
 TRAINING = ""
 """The line of the training set; every other is named after a data set."""
-_WAY_OUT = (
-    "name another file by engine.write_ahead(path), or end keeping one by engine.write_ahead(None)"
-)
+_OTHER_FILE = "another file to engine.write_ahead, or None to stop writing one."
 
 
 class WriteAheadLog:
@@ -457,8 +460,8 @@ class WriteAheadLog:
     def copied(self) -> NotWritten:
         """What a copy of the ledger has in its place."""
         return NotWritten(
-            f"this is a copy of the ledger that is kept in {self.path}, to which it does not write, so "
-            f"this step is not released; {_WAY_OUT}"
+            f"This ledger is a copy and does not write to {self.path}, so the step is not released. "
+            f"Pass {_OTHER_FILE}"
         )
 
     def _bytes(self) -> bytes:
@@ -472,10 +475,11 @@ class WriteAheadLog:
             self._file.add(line, digest)
         except OSError as error:
             lost = isinstance(error, LostFile)
-            room = _WAY_OUT if lost else f"make room and go on with the next batch, or {_WAY_OUT}"
+            room = "Pass" if lost else "Free disk space and continue with the next batch, or pass"
             raise StepError(
-                f"the ledger {self.path} cannot be written ({error}), so this step is not released; "
-                f"{room}"
+                f"The ledger {self.path} cannot be written ({error}), so this step is not released. "
+                f"{room} {_OTHER_FILE}",
+                doc="checkpoints",
             ) from error
 
     def _read(self, said: dict[str, Any]) -> None:
@@ -547,7 +551,7 @@ class NotWritten:
 
     def record(self, name: str, entries: Iterable[Entry], whom: Protected) -> None:
         """Raises: StepError."""
-        raise StepError(self._why)
+        raise StepError(self._why, doc="checkpoints")
 
     def of_line(self, line: str) -> NotWritten:
         """The same for another data set."""

@@ -462,7 +462,7 @@ def _composed(
     hidden = math.log(rounding) + min(math.log(length), -_log_expm1(2 * tilt * mesh)) / 2
     masses[:-1] = np.logaddexp(masses[:-1], sums.moment + hidden - tilt * at[:-1])
     if np.isnan(masses).any():
-        raise ArithmeticError("the composition has no number")
+        raise ArithmeticError("the composition is not a number")
     return _Curve(first, mesh, masses)
 
 

@@ -129,8 +129,9 @@ def distributions() -> Any:
         return importlib.import_module("dp_accounting.pld.privacy_loss_distribution")
     except ImportError as error:
         raise ArgumentError(
-            "accountant='pld' needs the library dp-accounting, which is not installed: "
-            "pip install 'fastclip[pld]', or use accountant='prv'"
+            "accountant='pld' needs the library dp-accounting, which is not installed. Run "
+            "pip install 'fastclip[pld]', or use accountant='prv'.",
+            doc="missing-libraries",
         ) from error
 
 
@@ -151,8 +152,10 @@ def above_rounding(history: Iterable[Entry], delta: float) -> float:
     lost = rounding(history)
     if delta <= 2 * lost:
         raise ArgumentError(
-            f"delta expects more than {2 * lost:.2g} for so many steps, got {delta:g}: below it the "
-            "rounding of float64 hides what was spent; use a larger delta, or accountant='rdp'"
+            f"delta expects more than {2 * lost:.2g} for this number of steps, got {delta:g}, because "
+            "rounding in float64 hides the privacy spent below it. Use a larger delta, or "
+            "accountant='rdp'.",
+            doc="privacy-budget",
         )
     return delta - lost
 
@@ -233,7 +236,8 @@ def _check_mesh(parts: list[tuple[float, Rate, int]], mesh: float) -> None:
     if widest > _MOST_OF_A_STEP * mesh or not whole <= _MOST * mesh:
         least = min(sigma for sigma, _, _ in parts)
         raise ArgumentError(
-            f"the pld accountant would need {max(widest, whole) / mesh:.1g} mesh points for a run "
-            f"whose noise multiplier goes down to {least:.4g}: use more noise, a larger eps_error, or "
-            "accountant='rdp'"
+            f"The pld accountant would need {max(widest, whole) / mesh:.1g} mesh points for a run "
+            f"whose noise multiplier goes down to {least:.4g}. Use more noise, a larger eps_error, or "
+            "accountant='rdp'.",
+            doc="privacy-budget",
         )

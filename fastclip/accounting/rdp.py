@@ -66,7 +66,7 @@ def checked_orders(orders: Sequence[float]) -> np.ndarray:
     """
     grid = np.asarray(orders, dtype=float)
     if grid.ndim != 1 or not grid.size or not (np.isfinite(grid) & (grid > 1)).all():
-        raise ArgumentError("orders expects a sequence of finite numbers above 1")
+        raise ArgumentError(f"orders expects a sequence of finite numbers above 1, got {orders!r}.")
     return grid
 
 

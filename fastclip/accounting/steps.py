@@ -53,9 +53,10 @@ class Protected:
         both = self.units | other.units
         if len(both) > 1:
             raise ArgumentError(
-                "steps that protect single rows and steps that protect whole units (unit_ids) meet in "
-                "one accountant, so that one epsilon would hold for neither; use an engine of its own "
-                "for each, FastPrivacyEngine(), and state both epsilons"
+                "Steps that protect samples and steps that protect units (unit_ids) are in one "
+                "accountant, so one epsilon would hold for neither. Use one FastPrivacyEngine() for "
+                "each, and state both epsilons.",
+                doc="privacy-budget",
             )
         secret = self.size_is_secret and other.size_is_secret
         return Protected(both, secret, self.data | other.data)
@@ -92,7 +93,11 @@ def protected_by(state: Mapping[str, Any], history: Sequence[Any]) -> Protected:
         found is None or found.units - {"row", "unit"} or type(found.size_is_secret) is not bool
         or any(type(name) is not str for name in found.data)
     ):  # fmt: skip
-        raise ArgumentError(f"{PROTECTED_KEY} of a saved accountant is damaged: {saved!r}")
+        raise ArgumentError(
+            f"{PROTECTED_KEY} of the saved accountant is damaged, got {saved!r}. Resume from another "
+            "checkpoint.",
+            doc="checkpoints",
+        )
     return found
 
 
@@ -130,7 +135,7 @@ class TruncatedPoisson:
         keep(self, rows=whole("rows", self.rows, 1))
         keep(self, max_batch_size=whole("max_batch_size", self.max_batch_size, 1))
         if not isinstance(self.at_most, bool):
-            raise ArgumentTypeError(f"at_most expects True or False, got {self.at_most!r}")
+            raise ArgumentTypeError(f"at_most expects True or False, got {self.at_most!r}.")
 
     def __mul__(self, joined: object) -> TruncatedPoisson:
         """Itself, for the one draw of a step; Opacus multiplies a rate by the batches that it joins.
@@ -142,9 +147,10 @@ class TruncatedPoisson:
             return NotImplemented
         if joined != 1:
             raise StepError(
-                f"this step joins {joined} draws that are cut to max_batch_size="
-                f"{self.max_batch_size}, for which no accounting is known; call optimizer.step() after "
-                "every draw"
+                f"This step joins {joined} sampled batches truncated to max_batch_size="
+                f"{self.max_batch_size}, and no accounting is known for that. Call optimizer.step() "
+                "after every sampled batch.",
+                doc="privacy-budget",
             )
         return self
 
@@ -184,8 +190,9 @@ def check_not_truncated(entries: Any, mechanism: str) -> None:
     for _, rate, _ in entries:
         if isinstance(rate, TruncatedPoisson):
             raise ArgumentError(
-                f"{mechanism!r} does not know what draws cost that are cut to max_batch_size="
-                f"{rate.max_batch_size}: use accountant='pld', or sample without max_batch_size"
+                f"accountant={mechanism!r} cannot account for batches truncated to max_batch_size="
+                f"{rate.max_batch_size}. Use accountant='pld', or sample without max_batch_size.",
+                doc="privacy-budget",
             )
 
 
@@ -321,16 +328,18 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
         for part in (history, *named.values()):
             check_entries(part)
         if DIGEST in saved and saved[DIGEST] != digest(saved):
-            raise ValueError("its digest is of other steps")
+            raise ValueError("its digest belongs to other steps")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArgumentError(
-            f"{place} is damaged, so what its run has spent is not known ({error!r}); resume from "
-            "another checkpoint"
+            f"{place} is damaged ({error!r}), so the privacy spent by its run is unknown. Resume from "
+            "another checkpoint.",
+            doc="checkpoints",
         ) from None
     if found != mechanism:
         raise ArgumentError(
-            f"{place} was accounted by {found!r}, this run by {mechanism!r}; resume with "
-            f"accountant={found!r}"
+            f"{place} was accounted by {found!r}, but this run uses {mechanism!r}. Resume with "
+            f"accountant={found!r}.",
+            doc="checkpoints",
         )
     by_name, whole = _totals(joined(named)), _totals(history)
     if by_name == whole:
@@ -348,7 +357,7 @@ def check_entries(history: Iterable[Entry]) -> None:
     """
     for sigma, rate, steps in history:
         if not (0 <= sigma < math.inf and 0 < probability(rate) <= 1 and steps >= 0):
-            raise ValueError(f"no run has steps of {(sigma, rate, steps)}")
+            raise ValueError(f"no run can have the steps {(sigma, rate, steps)}")
 
 
 def _entries(history: Any) -> list[Entry]:
@@ -358,7 +367,7 @@ def _entries(history: Any) -> list[Entry]:
 
 def _steps(saved: Any) -> int:
     if isinstance(saved, bool) or int(saved) != saved or saved < 0:
-        raise ValueError(f"{saved!r} is no number of steps")
+        raise ValueError(f"{saved!r} is not a number of steps")
     return int(saved)
 
 

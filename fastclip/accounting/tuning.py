@@ -73,8 +73,8 @@ class TruncatedNegativeBinomial:
         between("eta", eta, -1, math.inf)
         if not _log_mean(eta, _MOST_LOG) > math.log(mean):
             raise ArgumentError(
-                f"a mean of {mean:g} trials needs a gamma below the smallest number for "
-                f"eta={eta:g}: raise eta"
+                f"mean={mean:g} needs a gamma below the smallest floating-point number for "
+                f"eta={eta:g}. Raise eta."
             )
 
         def excess(log_inverse: float) -> float:
@@ -82,7 +82,7 @@ class TruncatedNegativeBinomial:
 
         least = 1e-15
         if excess(least) > 0:
-            raise ArgumentError(f"mean expects a number above 1, got one too close to it: {mean!r}")
+            raise ArgumentError(f"mean expects a number above 1, got {mean!r} (too close to 1).")
         return cls(eta, math.exp(-brentq(excess, least, _MOST_LOG, xtol=1e-300, rtol=1e-15)))
 
     @property
@@ -130,7 +130,7 @@ class Poisson:
 
     def __post_init__(self) -> None:
         if positive("mean", self.mean) < 1:
-            raise ArgumentError(f"mean expects at least 1 expected trial, got {self.mean!r}")
+            raise ArgumentError(f"mean expects at least 1 expected trial, got {self.mean!r}.")
 
     def sample(self, rng: np.random.Generator | None = None) -> int:
         """One K, 0 included, exactly distributed up to float64 rounding; `rng` as above."""
@@ -171,7 +171,7 @@ def _uniform(rng: np.random.Generator | None) -> float:
         return random.SystemRandom().random()
     if not isinstance(rng, np.random.Generator):
         raise ArgumentTypeError(
-            f"rng expects a numpy.random.Generator or None, got {type(rng).__name__}"
+            f"rng expects a numpy.random.Generator or None, got {type(rng).__name__}."
         )
     return float(rng.random())
 

@@ -57,9 +57,10 @@ def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINT
     for number, state in enumerate(states):
         for name, value in state.tensors().items():
             if not bool((torch.isfinite(value) & (value > 0)).all()):
-                raise ArgumentError(
-                    f"{strategy.kind}: thresholds expect positive finite numbers, but {name} becomes "
-                    f"{value.tolist()}"
+                raise _broken(
+                    strategy,
+                    f"expects positive finite thresholds, but {name} becomes {value.tolist()}. Correct "
+                    "initial() or move() of its threshold policy.",
                 )
         before = {name: value.clone() for name, value in state.tensors().items()}
         for i, dtype in enumerate(_TYPES):
@@ -70,7 +71,7 @@ def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINT
         if strategy.threshold.count_noise_ratio is not None and number in (0, len(states) - 1):
             for group in _some_groups(strategy.threshold.num_groups or 1):
                 _check_counts(strategy, state, group, points)
-        _check_still(strategy, before, state, "asked for scales or counts")
+        _check_still(strategy, before, state, "when it computes scales or counts")
 
 
 def _check_schedule(strategy: Clipping) -> None:
@@ -79,15 +80,17 @@ def _check_schedule(strategy: Clipping) -> None:
     steps = min(getattr(schedule, "total_steps", _STEPS), _STEPS)
     factors = [float(schedule.factor(step)) for step in range(steps)]
     if not all(0 < factor < float("inf") for factor in factors):
-        raise ArgumentError(
-            f"{strategy.kind}: the noise schedule's factors expect positive finite numbers, got "
-            f"{factors} for the first steps"
+        raise _broken(
+            strategy,
+            f"expects positive finite factors of its noise schedule, got {factors} for the first steps. "
+            "Correct factor().",
         )
     planned = [factor for factor, count in schedule.runs(steps) for _ in range(count)]
     if planned != factors:
-        raise ArgumentError(
-            f"{strategy.kind}: the noise schedule's runs() plan the factors {planned}, but factor() "
-            f"gives {factors} for the first steps; epsilon would be planned for other noise"
+        raise _broken(
+            strategy,
+            f"plans the noise factors {planned} in runs(), but factor() returns {factors} for the first "
+            "steps, so the planned epsilon would be wrong. Make both agree.",
         )
 
 
@@ -96,10 +99,10 @@ def _check_still(
 ) -> None:
     for name, value in state.tensors().items():
         if not torch.equal(before[name], value):
-            raise ArgumentError(
-                f"{strategy.kind}: {name} moves when the strategy is {when}, from "
-                f"{before[name].tolist()} to {value.tolist()}; thresholds move in real steps alone, in "
-                "move() of a policy whose `moves` is True, which returns a new state"
+            raise _broken(
+                strategy,
+                f"changes {name} {when}, from {before[name].tolist()} to {value.tolist()}. Change "
+                "thresholds only in move() of a policy with moves=True, and return a new state.",
             )
 
 
@@ -119,9 +122,9 @@ def _states(strategy: Clipping, initial: Thresholds) -> Iterator[Thresholds]:
             counts = (wave * factor * _BATCH).view(policy.count_shape)
         before = {name: value.clone() for name, value in state.tensors().items()}
         moved = policy.move(state, counts, _BATCH, step)
-        _check_still(strategy, before, state, "asked for the next thresholds")
+        _check_still(strategy, before, state, "when it computes the next thresholds")
         if not policy.moves:
-            _check_still(strategy, before, moved, "one that says it has constant thresholds")
+            _check_still(strategy, before, moved, "although its moves is False")
             return
         state = moved
         yield state
@@ -133,15 +136,18 @@ def _check_scales(
     """The scales [l, b], none of which lets a sample contribute more than stated."""
     stated = float(strategy.sensitivity(state))
     if not 0 < stated < float("inf"):
-        raise ArgumentError(
-            f"{strategy.kind}: sensitivity expects a positive finite number, got {stated}"
+        raise _broken(
+            strategy,
+            f"expects a positive finite sensitivity, got {stated}. Correct sensitivity() of its scale "
+            "function.",
         )
     total, scales = _scales(strategy, state, norms, groups)
     alive = torch.isfinite(total)
     if bool((scales[:, ~alive] != 0).any()):
-        raise ArgumentError(
-            f"{strategy.kind}: a sample whose norm is not finite expects scale 0, as Clipping.scales "
-            "gives it"
+        raise _broken(
+            strategy,
+            "gives a nonzero scale to a sample with a non-finite norm. Return scale 0 for it, as "
+            "Clipping.scales does.",
         )
     parts = scales.double() * norms.double().masked_fill(~alive, 0)
     sizes = torch.linalg.vector_norm(parts, dim=0)
@@ -150,11 +156,12 @@ def _check_scales(
         i = int(wrong.nonzero()[0])
         where = "" if groups is None else f" in group {int(groups[i])}"
         norm = float(torch.linalg.vector_norm(norms[:, i].double()))
-        raise ArgumentError(
-            f"{strategy.kind}: a sample whose gradient has norm {norm:g}{where} would contribute "
-            f"{float(sizes[i]):g} at max_grad_norm={float(strategy.max_grad_norm(state)):g} "
-            f"({norms.dtype}), but the sensitivity that the strategy states, and noise is scaled to, is "
-            f"{stated:g}; correct the scale function (scales are numbers >= 0) or its sensitivity()"
+        raise _broken(
+            strategy,
+            f"states sensitivity {stated:g}, but a sample with gradient norm {norm:g}{where} "
+            f"contributes {float(sizes[i]):g} at max_grad_norm={float(strategy.max_grad_norm(state)):g} "
+            f"({norms.dtype}), so noise would be too small. Correct the scale function (scales are >= "
+            "0) or its sensitivity().",
         )
     return scales
 
@@ -186,18 +193,20 @@ def _check_independence(
     ):  # fmt: skip
         off = (found - alone).abs() > margin * alone.abs()
         if bool(off.any()):
-            sample, i = off.nonzero()[0].tolist()
-            raise ArgumentError(
-                f"{strategy.kind}: a sample's scale is {float(found[sample, i]):g} in one batch and "
-                f"{float(alone[sample, i]):g} in another, so it depends on the other samples (or on "
-                "chance) and one sample would change the others' contributions; compute s(n) from "
-                "the sample's own norm, the state and its group"
+            layer, i = off.nonzero()[0].tolist()
+            raise _broken(
+                strategy,
+                f"gives a sample scale {float(found[layer, i]):g} in one batch and "
+                f"{float(alone[layer, i]):g} in another, so it depends on other samples or on chance. "
+                "Compute each scale from the sample's own norm, the state and its group.",
             )
     if groups is not None:
         nobody = torch.full_like(groups[some], -1)
         if bool((_scales(strategy, state, norms[:, some], nobody)[1] != 0).any()):
-            raise ArgumentError(
-                f"{strategy.kind}: a row of group -1 expects scale 0, as Clipping.scales gives it"
+            raise _broken(
+                strategy,
+                "gives a nonzero scale to a sample of group -1. Return scale 0 for it, as "
+                "Clipping.scales does.",
             )
 
 
@@ -254,24 +263,30 @@ def _check_counts(strategy: Clipping, state: Thresholds, group: int, points: int
     theirs = five % (policy.num_groups or 1) if grouped else None
     without = policy.count(others, state, theirs)
     if tuple(without.shape) != tuple(policy.count_shape):
-        raise ArgumentError(
-            f"{strategy.kind}: count() expects counts of the shape {tuple(policy.count_shape)} that "
-            f"the policy states in count_shape, got {tuple(without.shape)}"
+        raise _broken(
+            strategy,
+            f"states count_shape {tuple(policy.count_shape)}, but count() returns counts of shape "
+            f"{tuple(without.shape)}. Correct count() or count_shape.",
         )
     for value in values:
         norms = torch.cat([others, _numbers([value])])
         members = None if theirs is None else torch.cat([theirs, five.new_tensor([group])])
         change = float(torch.linalg.vector_norm(policy.count(norms, state, members) - without))
         if not change <= policy.count_sensitivity * (1 + 1e-9):
-            raise ArgumentError(
-                f"{strategy.kind}: one sample of norm {value:g} changes the counts by {change:g}, "
-                f"more than the count_sensitivity {policy.count_sensitivity:g} that the policy "
-                "states and their noise is scaled to; correct count() or count_sensitivity"
+            raise _broken(
+                strategy,
+                f"states count_sensitivity {policy.count_sensitivity:g}, but a sample of norm {value:g} "
+                f"changes the counts by {change:g}, so their noise would be too small. Correct count() "
+                "or count_sensitivity.",
             )
     if theirs is not None:
         members = torch.cat([theirs, five.new_tensor([-1])])
         if not torch.equal(policy.count(norms, state, members), without):
-            raise ArgumentError(
-                f"{strategy.kind}: a row of group -1 belongs to no sample, so count() expects to leave "
-                "it out"
+            raise _broken(
+                strategy,
+                "counts a sample of group -1, which is in no group. Leave it out in count().",
             )
+
+
+def _broken(strategy: Clipping, what: str) -> ArgumentError:
+    return ArgumentError(f"The strategy {strategy.kind} {what}", doc="layer-rule")

@@ -32,7 +32,7 @@ class _Groups(ThresholdPolicy):
         keep(self, num_groups=whole("num_groups", self.num_groups, 1))
         keep(self, count_noise_ratio=positive("count_noise_ratio", self.count_noise_ratio))
         if self.thresholds not in STEPS:
-            raise ArgumentError(f"thresholds expects one of {STEPS}, got {self.thresholds!r}")
+            raise ArgumentError(f"thresholds expects one of {STEPS}, got {self.thresholds!r}.")
 
     @property
     def same_step(self) -> bool:  # type: ignore[override]

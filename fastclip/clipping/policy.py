@@ -116,8 +116,8 @@ def threshold(value: object, name: str = "max_grad_norm") -> float:
     number = positive(name, value)
     if not SMALLEST <= number <= LARGEST:
         raise ArgumentError(
-            f"{name} expects a number from {SMALLEST} to {LARGEST} (beyond, squared norms leave "
-            f"the range of float32), got {value!r}; scale the loss instead"
+            f"{name} expects a number from {SMALLEST} to {LARGEST} (the range of squared norms in "
+            f"float32), got {value!r}. Scale the loss instead."
         )
     return number
 
@@ -131,6 +131,6 @@ def split_error(policy: str) -> str:
     """What is said where a logical batch of a "same_step" policy is split."""
     return (
         f'{policy} with thresholds="same_step" needs the norms of the whole logical batch before it '
-        "clips, so the batch cannot be split into physical batches; use "
-        'thresholds="previous_step" (the last step\'s noisy counts), or batches that fit in one'
+        "clips, so the batch cannot be split into physical batches. Use "
+        'thresholds="previous_step", or logical batches that fit in one physical batch.'
     )

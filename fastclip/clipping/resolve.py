@@ -49,8 +49,9 @@ def named(clipping: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, An
     ]
     if needed:
         raise ArgumentError(
-            f"clipping={clipping!r} expects {' and '.join(needed)}, too: make_private("
-            f"clipping={clipping!r}, {needed[0]}=...), or clipping=clipping.{clipping}({needed[0]}=...)"
+            f"clipping={clipping!r} expects {' and '.join(needed)}, got none. Call make_private("
+            f"clipping={clipping!r}, {needed[0]}=...), or pass clipping=clipping.{clipping}"
+            f"({needed[0]}=...)."
         )
     return preset(**given), {name: of for name, of in keywords.items() if name not in given}
 
@@ -72,9 +73,10 @@ def resolve(
         known = {}
     if keywords:
         raise ArgumentTypeError(
-            f"make_private does not know the keywords {sorted(keywords)} in the fast mode; it "
-            "takes those of opacus.PrivacyEngine.make_private; options of clipping belong to its "
-            "strategy (fastclip.clipping)"
+            f"make_private got the unknown keywords {sorted(keywords)} in the fast mode. Pass keywords "
+            "of opacus.PrivacyEngine.make_private, and options of clipping to its strategy "
+            "(fastclip.clipping).",
+            doc="unsupported-options",
         )
     if isinstance(clipping, Clipping):
         return clipping
@@ -82,11 +84,11 @@ def resolve(
     if not isinstance(clipping, str):
         raise ArgumentTypeError(
             f"clipping expects a strategy, Clipping(scale, threshold, noise), or one of {names}, got "
-            f"{clipping!r} ({type(clipping).__name__})"
+            f"{clipping!r} ({type(clipping).__name__})."
         )
     if clipping not in _BY_NAME:
         raise ArgumentError(
-            f"clipping expects one of {names} or a strategy of fastclip.clipping, got {clipping!r}"
+            f"clipping expects one of {names} or a strategy of fastclip.clipping, got {clipping!r}."
         )
     if "unclipped_num_std" in known:
         known["unclipped_num_std"] = _ratio(known["unclipped_num_std"], noise_multiplier)
@@ -107,6 +109,7 @@ def _ratio(count_noise: object, noise_multiplier: float) -> float:
     if 2 * std <= noise_multiplier:
         raise ArgumentError(
             f"unclipped_num_std expects more than noise_multiplier / 2 = {noise_multiplier / 2}, got "
-            f"{std}: the noise of the counts alone would spend the whole budget"
+            f"{std}, so the noisy counts alone would spend the whole budget. Raise unclipped_num_std.",
+            doc="noise",
         )
     return math.sqrt((2 * std / noise_multiplier) ** 2 - 1) if noise_multiplier else 10.0

@@ -65,8 +65,8 @@ class Stages:
         if any(start == end for start, end in pairwise(edges)):
             raise ArgumentError(
                 f"stages={self.stages} with length_decay={self.length_decay} leaves a stage of "
-                f"total_steps={self.total_steps} without any step; plan fewer stages, or a "
-                "length_decay closer to 1"
+                f"total_steps={self.total_steps} without any step. Plan fewer stages, or use a "
+                "length_decay closer to 1."
             )
 
     def borders(self) -> list[int]:
@@ -104,7 +104,7 @@ class _InStages:
         if not 1 / _FURTHEST <= level <= _FURTHEST:
             raise ArgumentError(
                 f"{type(self).__name__} expects the noise of its last stage within a factor of "
-                f"{_FURTHEST:g} of the first stage's, got {level:g}; let it change more slowly"
+                f"{_FURTHEST:g} of the first stage's, got {level:g}. Choose a slower change."
             )
 
     def level(self, stage: int) -> float:

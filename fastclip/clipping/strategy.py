@@ -45,7 +45,7 @@ class Clipping:
         if not isinstance(self.threshold, ThresholdPolicy):
             raise ArgumentTypeError(
                 "Clipping expects a threshold policy such as Constant() as its second part, got "
-                f"{self.threshold!r}"
+                f"{self.threshold!r}."
             )
         for part, value, kind, example in (
             ("first", self.scale, _SCALE_HAS, "scale function such as Hard()"),
@@ -53,28 +53,32 @@ class Clipping:
         ):
             missing = [name for name in kind if not hasattr(value, name)]
             if isinstance(value, type) or missing:
-                without = f" without {', '.join(missing)}" if missing else ", a class: call it"
+                without = (
+                    f" (without {', '.join(missing)})" if missing else " (a class, not called)"
+                )
                 raise ArgumentTypeError(
-                    f"Clipping expects a {example} as its {part} part, got {value!r}{without}"
+                    f"Clipping expects a {example} as its {part} part, got {value!r}{without}."
                 )
         if self.threshold.per_layer and self.scale.cutoff is not None:
             raise ArgumentError(
                 f"{type(self.scale).__name__} keeps or drops a sample by the norm of its whole "
-                "gradient, so it cannot be clipped per layer; use Constant() or a policy that "
-                "moves Z"
+                "gradient, so it cannot clip per layer. Use Constant() or a policy that moves Z.",
+                doc="unsupported-options",
             )
         alone = self.threshold.moves and self.threshold.num_groups is None
         if isinstance(self.scale, Automatic) and self.scale.normalized and alone:
             raise ArgumentError(
-                f"{type(self.threshold).__name__} moves C, on which normalized automatic scales "
-                "1 / (n + gamma) do not depend; use Constant(), or normalized=False"
+                f"{type(self.threshold).__name__} moves C, but normalized automatic scales "
+                "1 / (n + gamma) do not depend on C. Use Constant(), or normalized=False.",
+                doc="unsupported-options",
             )
         planned = (self.threshold.total_steps, getattr(self.noise, "total_steps", None))
         plans = {steps for steps in planned if steps is not None}
         if len(plans) > 1:
             raise ArgumentError(
-                f"the stages of the threshold and of the noise plan runs of {sorted(plans)} steps; "
-                "give both the same total_steps"
+                f"The threshold and the noise schedule plan runs of different lengths, {sorted(plans)} "
+                "steps. Give both the same total_steps.",
+                doc="unsupported-options",
             )
 
     @property
@@ -193,8 +197,9 @@ class Clipping:
         if not isinstance(bound, Tensor) or bound.shape != state.threshold.shape:
             found = list(bound.shape) if isinstance(bound, Tensor) else type(bound).__name__
             raise ArgumentTypeError(
-                f"{type(self.scale).__name__}.sensitivity expects to return a tensor of the thresholds' "
-                f"shape {list(state.threshold.shape)}, got {found}"
+                f"{type(self.scale).__name__}.sensitivity returns {found}, not a tensor of the "
+                f"thresholds' shape {list(state.threshold.shape)}. Return one bound per threshold.",
+                doc="layer-rule",
             )
         if self.threshold.per_layer:
             return torch.linalg.vector_norm(bound)

@@ -37,12 +37,12 @@ class PerLayer(ThresholdPolicy):
         if not isinstance(value, Sequence):
             raise ArgumentTypeError(
                 f"clipping='per_layer' expects max_grad_norm as a list of {parameters} numbers, "
-                f"one a trainable parameter tensor of the optimizer, got {value!r}"
+                f"one per trainable parameter tensor of the optimizer, got {value!r}."
             )
         if len(value) != parameters:
             raise ArgumentError(
-                f"clipping='per_layer' expects {parameters} thresholds in max_grad_norm, one a "
-                f"trainable parameter tensor of the optimizer, got {len(value)}"
+                f"clipping='per_layer' expects {parameters} thresholds in max_grad_norm, one per "
+                f"trainable parameter tensor of the optimizer, got {len(value)}."
             )
         numbers = [threshold(one) for one in value]
         thresholds = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -131,26 +131,27 @@ class Quantile(ThresholdPolicy):
 
     def __post_init__(self) -> None:
         if self.count_as not in ("below", "above"):
-            raise ArgumentError(f"count_as expects 'below' or 'above', got {self.count_as!r}")
+            raise ArgumentError(f"count_as expects 'below' or 'above', got {self.count_as!r}.")
         keep(self, target=between("target_quantile", self.target, 0, 1))
         keep(self, learning_rate=positive("threshold_lr", self.learning_rate))
         keep(self, tau=positive("tau", self.tau))
         keep(self, count_noise_ratio=positive("count_noise_ratio", self.count_noise_ratio))
         if self.tau != 1 and self.count_as == "below":
             raise ArgumentError(
-                f"tau={self.tau} expects count_as='above': norms are counted below C itself"
+                f"tau={self.tau} expects count_as='above', got 'below', which counts norms up to C."
             )
         for name, value in (("lower", self.lower), ("upper", self.upper)):
             if value is not None:
                 threshold(value, name)
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ArgumentError(f"lower={self.lower} expects at most upper={self.upper}")
+            raise ArgumentError(f"lower={self.lower} expects at most upper={self.upper}.")
         if self.num_groups is not None:
             keep(self, num_groups=whole("num_groups", self.num_groups, 1))
             if self.centred:
                 raise ArgumentError(
-                    "centred=True expects a single count: counts of groups are one-hot, so that a "
-                    "sample changes one of them by 1; omit centred or num_groups"
+                    "centred=True expects a single count, but counts per group are one-hot (a sample "
+                    "changes one of them by 1). Omit centred or num_groups.",
+                    doc="unsupported-options",
                 )
 
     @property

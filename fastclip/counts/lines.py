@@ -56,19 +56,25 @@ class PrivacyByDataSet:
         return {"lines": found}
 
     def __str__(self) -> str:
-        told = []
+        found = []
         for line in self.lines:
-            who = f"a {line.unit} of {' or '.join(line.data_sets)}" if line.unit else "nobody yet"
-            told.append(
+            of = " or ".join(line.data_sets)
+            who = f"a {worded(line.unit)} of {of}" if line.unit else "nobody yet"
+            found.append(
                 f"{', '.join(line.data_sets)}: epsilon = {line.epsilon:.4f} at delta = {line.delta:g}, "
                 f"{line.releases} releases, protects {who}"
             )
         names = [name for line in self.lines for name in line.data_sets]
-        told.append(
+        found.append(
             f"total: epsilon = {self.epsilon:.4f} at delta = {self.lines[0].delta:g} for everybody in "
-            f"{', '.join(names)}, of whom each is in one line; it says nothing of anybody else"
+            f"{', '.join(names)} (each person in one line), and for nobody else"
         )
-        return "\n".join(told)
+        return "\n".join(found)
+
+
+def worded(unit: str) -> str:
+    """A privacy unit in words."""
+    return "sample" if unit == "row" else unit
 
 
 def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
@@ -83,14 +89,14 @@ def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
 
 
 def said_of_overlaps(ledger: Ledger) -> tuple[str, ...]:
-    """What the lines take on faith, in words."""
-    found = [f"epsilon holds for the people of {name!r}, too, said to overlap the training set"
+    """What the lines assume without a check, in words."""
+    found = [f"epsilon also holds for the people of {name!r}, declared to overlap the training set"
              for name in sorted(ledger.protected.data)]  # fmt: skip
-    apart = sorted({name for line in ledger.lines.values() for name in line.protected.data})
-    if apart:
+    separate = sorted({name for line in ledger.lines.values() for name in line.protected.data})
+    if separate:
         found.append(
-            f"nobody of {', '.join(map(repr, apart))} is in the training set; what they have spent is "
-            "in lines of their own (engine.privacy_by_data_set)"
+            f"nobody of {', '.join(map(repr, separate))} is in the training set; what they have spent "
+            "is in separate lines (engine.privacy_by_data_set)"
         )
     return tuple(found)
 
@@ -124,14 +130,16 @@ def line_for(
     differ = (line.protected.units | (trained if line is ledger else set())) - {query.unit}
     if differ:
         raise ArgumentError(
-            f"a count of {data.name!r} protects each {query.unit}, and other releases of its people "
-            f"protect each {' or '.join(sorted(differ))}, so one epsilon would hold for neither. "
-            "Count by the same unit"
+            f"A count of {data.name!r} protects each {worded(query.unit)}, but other releases of its "
+            f"people protect each {' or '.join(map(worded, sorted(differ)))}, so one epsilon would hold "
+            "for neither. Count by the same unit.",
+            doc="privacy-budget",
         )
     if line.mechanism() == "gdp":
         raise ArgumentError(
-            "accountant='gdp' composes steps of one noise multiplier and sampling rate, and counts of "
-            "people who are trained on have others. Use FastPrivacyEngine(accountant='prv')"
+            "accountant='gdp' expects a constant noise multiplier and sample rate, but counts of people "
+            "in the training set have others. Use FastPrivacyEngine(accountant='prv').",
+            doc="privacy-budget",
         )
     return line, whom
 
@@ -153,21 +161,24 @@ def line_name(query: CountQuery, ledger: Ledger) -> str:
     unknown = [name for name in data.overlap or () if name not in before]
     if unknown:
         raise ArgumentError(
-            f"{data.name!r} overlaps {unknown[0]!r}, of which nothing was counted yet. Count that data "
-            "set first, or leave its name out and name this one in its overlap"
+            f"The overlap of {data.name!r} names {unknown[0]!r}, which has no counts yet. Count that "
+            "data set first, or name this one in its overlap instead.",
+            doc="noisy-counts",
         )
     meant = {before[name] for name in data.overlap or ()} or {data.name}
     if len(meant) > 1:
         raise ArgumentError(
-            f"{data.name!r} overlaps data sets whose people were accounted apart, "
-            f"{sorted(data.overlap or ())}. Say of the later of them that it overlaps the earlier, "
-            "before anything of it is counted"
+            f"The overlap of {data.name!r} names data sets with separate privacy accounts, "
+            f"{sorted(data.overlap or ())}. Name the earlier one in the overlap of the later one, "
+            "before anything of it is counted.",
+            doc="noisy-counts",
         )
     (line,) = meant
     known = before.get(data.name, line)
     if known != line:
         raise ArgumentError(
-            f"{data.name!r} was counted with the people of {known!r} before, and overlap="
-            f"{data.overlap!r} says otherwise. Pass the same overlap as before"
+            f"The data set {data.name!r} was counted with the people of {known!r} before, but overlap="
+            f"{data.overlap!r} contradicts this. Pass the same overlap as before.",
+            doc="noisy-counts",
         )
     return line

@@ -54,14 +54,15 @@ class PrivateData:
         check_name("name", self.name)
         if self.name == TRAINING:
             raise ArgumentError(
-                "PrivateData got name='training', which is the training set's. Use TRAINING_SET, or "
-                "another name"
+                "name='training' is reserved for the training set. Use TRAINING_SET, or another name.",
+                doc="noisy-counts",
             )
         if self.overlap is None:
             raise ArgumentError(
-                f"whether data set {self.name!r} holds people of the training set is not known, so "
-                "neither is their epsilon. Pass overlap=() if nobody is in both, else "
-                "overlap='training'"
+                f"overlap of {self.name!r} expects the data sets that hold some of the same people, got "
+                "None, so their epsilon is unknown. Pass overlap=() if nobody is in both, otherwise "
+                "overlap='training'.",
+                doc="noisy-counts",
             )
         others = (self.overlap,) if isinstance(self.overlap, str) else tuple(self.overlap)
         for other in others:
@@ -88,7 +89,7 @@ def check_name(argument: str, name: object) -> None:
     """Raises: ArgumentError: it cannot be the name of a data set."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ArgumentError(
-            f"{argument} expects a data set's name of letters, digits, '_', '.' and '-', got {name!r}"
+            f"{argument} expects a data set's name of letters, digits, '_', '.' and '-', got {name!r}."
         )
 
 
@@ -141,12 +142,11 @@ class CountQuery:
         if not isinstance(self.data, (TrainingSet, PrivateData, PublicData)):
             raise ArgumentTypeError(
                 "data expects TRAINING_SET, a PrivateData or a PublicData, got "
-                f"{type(self.data).__name__}"
+                f"{type(self.data).__name__}."
             )
         if self.unit not in ("row", "unit"):
             raise ArgumentError(
-                f"unit expects what is protected, 'row' or 'unit' (all samples of a patient), got "
-                f"{self.unit!r}"
+                f"unit expects 'row' (a sample) or 'unit' (all samples of a patient), got {self.unit!r}."
             )
         object.__setattr__(self, "groups", _names("groups", self.groups))
         object.__setattr__(self, "measures", _names("measures", self.measures))
@@ -154,9 +154,9 @@ class CountQuery:
         most, per_group = len(self.groups), whole("per_group", self.per_group, 1)
         if per_group > (1 if self.unit == "row" else MOST_PER_GROUP):
             limit = "1 for unit='row'" if self.unit == "row" else str(MOST_PER_GROUP)
-            raise ArgumentError(f"per_group expects at most {limit}, got {per_group}")
+            raise ArgumentError(f"per_group expects at most {limit}, got {per_group}.")
         if not isinstance(self.disjoint, bool):
-            raise ArgumentTypeError(f"disjoint expects True or False, got {self.disjoint!r}")
+            raise ArgumentTypeError(f"disjoint expects True or False, got {self.disjoint!r}.")
         if self.unit == "row" and self.disjoint:
             most = 1
         asked = most if self.groups_per_unit is None else self.groups_per_unit
@@ -193,9 +193,9 @@ def accuracy_query(
 
 def _names(argument: str, names: object) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise ArgumentTypeError(f"{argument} expects a list of names, got {names!r}")
+        raise ArgumentTypeError(f"{argument} expects a list of names, got {names!r}.")
     if any(not isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise ArgumentError(f"{argument} expects different names, all strings, got {names!r}")
+        raise ArgumentError(f"{argument} expects different names, all strings, got {names!r}.")
     return tuple(names)
 
 
@@ -203,16 +203,18 @@ def _multiplier(data: TrainingSet | PrivateData | PublicData, value: object) -> 
     sigma = not_negative("noise_multiplier", value)
     if data.private and not sigma:
         raise ArgumentError(
-            f"counts of the private data set {data.name!r} need noise, got noise_multiplier=0. Pass a "
-            "positive one, or PublicData if nobody is to be protected"
+            f"Counts of the private data set {data.name!r} need noise, got noise_multiplier=0. Pass a "
+            "positive one, or use PublicData if nobody is to be protected.",
+            doc="noisy-counts",
         )
     if not data.private and sigma:
         raise ArgumentError(
-            f"counts of the public data set {data.name!r} have no noise, got noise_multiplier="
-            f"{sigma:g}. Pass 0"
+            f"Counts of the public data set {data.name!r} have no noise, got noise_multiplier="
+            f"{sigma:g}. Pass 0.",
+            doc="noisy-counts",
         )
     if sigma > 1e6:
-        raise ArgumentError(f"noise_multiplier expects at most 1e6 for counts, got {sigma:g}")
+        raise ArgumentError(f"noise_multiplier expects at most 1e6 for counts, got {sigma:g}.")
     return sigma
 
 
@@ -284,20 +286,20 @@ def _membership(query: CountQuery, groups: Any) -> np.ndarray:
         if given.ndim != 2 or given.shape[1] != number or len(given) > MOST:
             raise ArgumentError(
                 f"groups expects a column of True and False for each of {number} groups, "
-                f"[samples, {number}], got shape {list(given.shape)}"
+                f"[samples, {number}], got shape {list(given.shape)}."
             )
         return _zero_or_one("groups", given)
     if given.ndim != 1 or len(given) > MOST:
         raise ArgumentError(
             f"groups expects the number of each sample's group, [samples], got shape "
-            f"{list(given.shape)}"
+            f"{list(given.shape)}."
         )
     if len(given) and given.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"groups expects integers, got {given.dtype}")
+        raise ArgumentTypeError(f"groups expects integers, got {given.dtype}.")
     if len(given) and (given.min() < 0 or given.max() >= number):
         raise ArgumentError(
-            f"groups expects numbers from 0 to {number - 1}, got others. Give samples of no group one "
-            "of their own"
+            f"groups expects numbers from 0 to {number - 1}, got others. Add a group for samples that "
+            "are in none."
         )
     return (given.astype(np.int64)[:, None] == np.arange(number)).astype(np.int64)
 
@@ -306,7 +308,7 @@ def _values(query: CountQuery, measures: Mapping[str, Any], samples: int) -> np.
     wanted = {name for name in query.measures if name != "rows"}
     if not isinstance(measures, Mapping) or set(measures) != wanted:
         got = sorted(measures) if isinstance(measures, Mapping) else type(measures).__name__
-        raise ArgumentError(f"measures expects values of {sorted(wanted)}, got {got}")
+        raise ArgumentError(f"measures expects values of {sorted(wanted)}, got {got}.")
     columns: list[np.ndarray] = []
     for name in query.measures:
         if name == "rows":
@@ -316,7 +318,7 @@ def _values(query: CountQuery, measures: Mapping[str, Any], samples: int) -> np.
         if given.shape != (samples,):
             raise ArgumentError(
                 f"measure {name!r} expects a value for each of {samples} samples, got shape "
-                f"{list(given.shape)}"
+                f"{list(given.shape)}."
             )
         columns.append(_zero_or_one(f"measure {name!r}", given))
     return np.stack(columns, 1)
@@ -326,14 +328,16 @@ def _units(query: CountQuery, unit_ids: Any, samples: int) -> np.ndarray:
     if query.unit == "row":
         if unit_ids is not None:
             raise ArgumentError(
-                "unit_ids came with a query of unit='row', which protects single samples. Use "
-                "unit='unit' to protect all samples of a patient"
+                "unit_ids expects a query of unit='unit', got unit='row', which protects single "
+                "samples. Use unit='unit' to protect all samples of a patient.",
+                doc="privacy-units",
             )
         return np.arange(samples)
     if unit_ids is None:
         raise ArgumentError(
-            "a query of unit='unit' needs to know which samples are one patient's. Pass unit_ids, one "
-            "id for each sample"
+            "A query of unit='unit' needs to know which samples belong to one patient. Pass unit_ids, "
+            "one id per sample.",
+            doc="privacy-units",
         )
     return unit_numbers(unit_ids, range(samples)).numpy()
 
@@ -346,13 +350,13 @@ def _array(name: str, given: Any) -> np.ndarray:
     try:
         found = np.asarray(given)
     except ValueError as error:  # samples of unlike lengths
-        raise ArgumentTypeError(f"{name} expects an array of numbers, got {error}") from None
+        raise ArgumentTypeError(f"{name} expects an array of numbers ({error}).") from None
     if found.size and found.dtype.kind not in "biuf":
-        raise ArgumentTypeError(f"{name} expects an array of numbers, got {found.dtype}")
+        raise ArgumentTypeError(f"{name} expects an array of numbers, got {found.dtype}.")
     return found
 
 
 def _zero_or_one(name: str, given: np.ndarray) -> np.ndarray:
     if not ((given == 0) | (given == 1)).all():  # NaN is neither
-        raise ArgumentError(f"{name} expects 0 or 1 (False or True) for each sample, got others")
+        raise ArgumentError(f"{name} expects 0 or 1 (False or True) for each sample, got others.")
     return given.astype(np.int64)

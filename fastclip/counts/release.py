@@ -72,8 +72,9 @@ class NoisyCounts:
         """
         if not self.query.disjoint:
             raise ArgumentError(
-                "the groups of this query overlap, so their sum counts samples more than once. Count a "
-                "group of all samples, too"
+                "The groups of this query overlap, so their sum counts samples more than once. Add a "
+                "group of all samples to the query.",
+                doc="noisy-counts",
             )
         column = self.counts[:, self._measure(measure)]
         return float(column.sum()), self.std * math.sqrt(len(column))
@@ -157,7 +158,7 @@ class NoisyCounts:
 
 def _index(kind: str, name: str, names: Any) -> int:
     if name not in names:
-        raise ArgumentError(f"this query has no {kind} {name!r}, but {list(names)}")
+        raise ArgumentError(f"{kind} expects one of {list(names)}, got {name!r}.")
     return int(names.index(name))
 
 
@@ -205,7 +206,7 @@ class _Draws:
 def check_query(query: object) -> CountQuery:
     """Raises: ArgumentTypeError: it is no CountQuery."""
     if not isinstance(query, CountQuery):
-        raise ArgumentTypeError(f"query expects a CountQuery, got {type(query).__name__}")
+        raise ArgumentTypeError(f"query expects a CountQuery, got {type(query).__name__}.")
     return query
 
 
@@ -221,8 +222,8 @@ def reserved(reserve: Iterable[tuple[CountQuery, int]], ledger: Ledger) -> tuple
             continue
         if line_name(query, ledger) != TRAINING:
             raise ArgumentError(
-                f"reserve got a count of {query.data.name!r}, which costs the training set nothing. "
-                "Leave it out"
+                f"reserve expects counts of the training set, got one of {query.data.name!r}, which "
+                "costs the training set nothing. Leave it out."
             )
         found.append((query.noise_multiplier, 1.0, whole("times", times, 1)))
     return tuple(found)
@@ -337,8 +338,9 @@ class PaidCounts:
         with self._lock:
             if not self.left:
                 raise StepError(
-                    "all answers that were paid for have been given. Pay for more with engine.prepay, "
-                    "or count once with engine.count"
+                    "All answers that were paid for have been given. Pay for more with engine.prepay, "
+                    "or count once with engine.count.",
+                    doc="noisy-counts",
                 )
             self._left -= 1
         return draw(self.query, exact, self._noise, self._ledger, self._ranks)

@@ -88,11 +88,11 @@ class EarlyStopping:
         self.min_delta = not_negative("min_delta", min_delta)
         if metric is None and (len(query.measures) < 2 or not query.disjoint):
             raise ArgumentError(
-                "EarlyStopping needs the metric of an answer, which is no rate over disjoint groups. "
-                "Pass metric=, a function of NoisyCounts"
+                "EarlyStopping has no default metric for this query, which gives no rate over disjoint "
+                "groups. Pass metric=, a function of NoisyCounts."
             )
         if metric is not None and not callable(metric):
-            raise ArgumentTypeError(f"metric expects a function, got {type(metric).__name__}")
+            raise ArgumentTypeError(f"metric expects a function, got {type(metric).__name__}.")
         self._metric = metric or overall_rate
         self.values: list[float] = []
         """The noisy metric of each evaluation so far."""
@@ -134,8 +134,13 @@ class EarlyStopping:
             best, number = float(saved["best"]), int(saved["best_number"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"load_state_dict expects a state of EarlyStopping: {error!r}"
+                f"load_state_dict expects a state of EarlyStopping, got another one ({error!r}).",
+                doc="checkpoints",
             ) from None
         if not 0 <= number <= len(values) or (number and values[number - 1] != best):
-            raise ArgumentError("load_state_dict expects a state of EarlyStopping, got another's")
+            raise ArgumentError(
+                f"load_state_dict expects a state of EarlyStopping, got best {best:g} of evaluation "
+                f"{number}, which its {len(values)} values do not have.",
+                doc="checkpoints",
+            )
         self.values, self.best, self.best_number = values, best, number

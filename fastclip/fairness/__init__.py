@@ -12,7 +12,9 @@ try:
     import scipy  # noqa: F401
 except ImportError as error:
     raise ArgumentError(
-        f"fastclip.fairness needs {error.name}: pip install 'fastclip[fairness]'"
+        f"fastclip.fairness needs {error.name}, which is not installed. Run pip install "
+        "'fastclip[fairness]'.",
+        doc="missing-libraries",
     ) from error
 
 from fastclip.fairness.recorder import FairnessRecorder

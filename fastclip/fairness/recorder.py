@@ -31,11 +31,10 @@ def names_of(of: str, given: Sequence[str]) -> tuple[str, ...]:
     found = () if isinstance(given, str) else tuple(given)
     if not found or not all(isinstance(name, str) for name in found):
         raise ArgumentTypeError(
-            f"FairnessRecorder expects the names of {of} as a sequence of str, one at least, got "
-            f"{given!r}"
+            f"FairnessRecorder expects the names of {of} as a nonempty sequence of str, got {given!r}."
         )
     if len(set(found)) != len(found):
-        raise ArgumentError(f"FairnessRecorder expects different names of {of}, got {found}")
+        raise ArgumentError(f"FairnessRecorder expects different names of {of}, got {found}.")
     return found
 
 
@@ -47,7 +46,9 @@ def attributes_of(
     own = {CLASS: classes, ALL: (ALL,), LAYER: ()}
     for name, groups in found.items():
         if name in own and groups != own[name]:
-            raise ArgumentError(f"FairnessRecorder measures {name!r} itself; name it otherwise")
+            raise ArgumentError(
+                f"FairnessRecorder measures {name!r} itself. Give the attribute another name."
+            )
     return found
 
 
@@ -58,7 +59,9 @@ def chosen(
     missing = [name for name in attributes if name not in groups]
     if missing:
         raise ArgumentError(
-            f"{where} expects groups of the attributes {tuple(attributes)}, lacks {', '.join(missing)}"
+            f"{where} expects groups of the attributes {tuple(attributes)}, got none of "
+            f"{', '.join(missing)}.",
+            doc="groups",
         )
     return {name: groups[name] for name in attributes}
 
@@ -73,13 +76,15 @@ def check_numbers(
     """
     if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
         got = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
-        raise ArgumentTypeError(f"{where} expects {name} as an int64 tensor [{samples}], got {got}")
+        raise ArgumentTypeError(
+            f"{where} expects {name} as an int64 tensor [{samples}], got {got}."
+        )
     check_rows(where, name, values, samples)
     if samples and (wait or values.device.type == "cpu"):
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= count:
             raise ArgumentError(
-                f"{where} expects numbers from 0 to {count - 1} for {name}, got {low} to {high}"
+                f"{where} expects numbers from 0 to {count - 1} for {name}, got {low} to {high}."
             )
 
 
@@ -87,7 +92,7 @@ def check_rows(where: str, name: str, values: Tensor, samples: int) -> None:
     """Refuse another shape than [samples]."""
     if tuple(values.shape) != (samples,):
         raise ArgumentError(
-            f"{where} expects a value of {name} a row, [{samples}], got {list(values.shape)}"
+            f"{where} expects one value of {name} per sample, [{samples}], got {list(values.shape)}."
         )
 
 
@@ -129,29 +134,31 @@ class Observed:
         if not hasattr(optimizer, "per_sample_norms") or not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "observe expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}."
             )
-        if not any(len(of_rows) for of_rows in given.values()) or _placeholder(optimizer):
+        if not any(len(of_samples) for of_samples in given.values()) or _placeholder(optimizer):
             return  # nobody was drawn
         norms = optimizer.per_sample_norms
         if norms is None:
             raise ArgumentError(
-                "observe expects to follow a backward pass, of which there was none yet"
+                "observe expects a backward pass before it, got none. Call it between backward() and "
+                "step().",
+                doc="step-order",
             )
-        for name, of_rows in given.items():
-            self._check(optimizer, name, of_rows, len(norms))
+        for name, of_samples in given.items():
+            self._check(optimizer, name, of_samples, len(norms))
         on = {
-            name: of_rows.to(norms.device, torch.int64, non_blocking=True)
-            for name, of_rows in given.items()
+            name: of_samples.to(norms.device, torch.int64, non_blocking=True)
+            for name, of_samples in given.items()
         }
         before, after, clipped = self._clipped(optimizer, norms.double(), on)
         values = torch.stack([torch.ones_like(before), before, after, clipped])  # [4, b]
-        for name, of_rows in on.items():
+        for name, of_samples in on.items():
             k = len(self.attributes[name])
-            outside = (of_rows < 0) | (of_rows >= k)
+            outside = (of_samples < 0) | (of_samples >= k)
             sums = self._sums.get(name, values.new_zeros(len(MEASURES), k)).to(norms.device)
             inside = values.masked_fill(outside, 0.0)
-            self._sums[name] = sums.index_add_(1, of_rows.clamp(0, k - 1), inside)
+            self._sums[name] = sums.index_add_(1, of_samples.clamp(0, k - 1), inside)
 
     def groups_of(self, strategy: Any) -> str | None:
         """The attribute whose groups the strategy clips by; None where it knows no groups.
@@ -164,26 +171,29 @@ class Observed:
             return None
         if self.protected is None:
             raise ArgumentError(
-                "the strategy clips by groups: FairnessRecorder expects protected=, the attribute "
-                "whose groups engine.set_groups gets"
+                "protected expects an attribute, got None, but the strategy clips by groups. Pass the "
+                "attribute whose groups engine.set_groups gets.",
+                doc="groups",
             )
         if len(self.attributes[self.protected]) != number:
             raise ArgumentError(
-                f"the strategy clips {number} groups: FairnessRecorder expects so many of "
-                f"protected={self.protected!r}, which has {len(self.attributes[self.protected])}"
+                f"protected={self.protected!r} expects the {number} groups of the strategy, got "
+                f"{len(self.attributes[self.protected])}. Pass the attribute whose groups "
+                "engine.set_groups gets.",
+                doc="groups",
             )
         return self.protected
 
-    def _check(self, optimizer: Any, name: str, of_rows: Any, samples: int) -> None:
+    def _check(self, optimizer: Any, name: str, of_samples: Any, samples: int) -> None:
         draws = optimizer.grad_state.batch.draws
-        if draws is not None and draws.by_units and len(of_rows) != samples:
+        if draws is not None and draws.by_units and len(of_samples) != samples:
             raise ArgumentError(
-                f"observe expects the group of each of the {samples} units of the last backward "
-                "pass, got "
-                f"{len(of_rows)} for {name}: rows were clipped by units (unit_ids), so pass a unit's "
-                "group once, at the place of its first row"
+                f"observe expects the group of each of the {samples} units of the last backward pass, "
+                f"got {len(of_samples)} for {name}. Pass one group per unit (unit_ids), in the order of "
+                "the units' first samples.",
+                doc="privacy-units",
             )
-        check_numbers("observe", name, of_rows, samples, len(self.attributes[name]), wait=False)
+        check_numbers("observe", name, of_samples, samples, len(self.attributes[name]), wait=False)
 
     def _clipped(
         self, optimizer: Any, norms: Tensor, groups: Mapping[str, Tensor]
@@ -227,7 +237,8 @@ class Observed:
         found = {name: tuple(of.shape) for name, of in sums.items()}
         if any(shapes.get(name) != shape for name, shape in found.items()):
             raise ArgumentError(
-                f"load_state_dict expects sums of this recorder's attributes, {shapes}, got {found}"
+                f"load_state_dict expects sums of this recorder's attributes, {shapes}, got {found}.",
+                doc="checkpoints",
             )
         self._sums = {name: of.clone() for name, of in sums.items()}
 
@@ -478,7 +489,7 @@ class FairnessRecorder:
         self.attributes = attributes_of(attributes, self.classes)
         if protected is not None and protected not in self.attributes:
             raise ArgumentError(
-                f"protected expects one of the attributes {tuple(self.attributes)}, got {protected!r}"
+                f"protected expects one of the attributes {tuple(self.attributes)}, got {protected!r}."
             )
         self._observed = Observed(self.attributes, protected)
         self._rows: list[dict[str, Any]] = []
@@ -504,27 +515,30 @@ class FairnessRecorder:
             if part != TRAINING
         ):
             raise ArgumentError(
-                f"evaluate got part={part!r}, of which this table holds noisy counts that may be "
-                "published. Give it another name"
+                f"part={part!r} of this table holds noisy counts that may be published, and evaluate "
+                "would add figures without noise. Use another name.",
+                doc="groups",
             )
         if part == TRAINING:
             raise ArgumentError(
-                f"evaluate expects another name than {TRAINING!r}, which is that of observed steps, "
-                "for part; rows that trained are 'train'"
+                f"part={TRAINING!r} is reserved for observed steps. Use 'train' for samples that were "
+                "trained on."
             )
         if not isinstance(losses, Tensor) or not losses.is_floating_point():
             got = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
-            raise ArgumentTypeError(f"evaluate expects losses as a tensor of floats, got {got}")
+            raise ArgumentTypeError(f"evaluate expects losses as a tensor of floats, got {got}.")
         samples, given = losses.numel(), chosen("evaluate", groups, self.attributes)
         check_rows("evaluate", "losses", losses, samples)
         classes = _numbers("labels", labels, samples, len(self.classes))
         found = _numbers("predictions", predictions, samples, len(self.classes))
         members = {
-            name: _numbers(name, of_rows, samples, len(self.attributes[name]))
-            for name, of_rows in given.items()
+            name: _numbers(name, of_samples, samples, len(self.attributes[name]))
+            for name, of_samples in given.items()
         }
         if CLASS in members and (members[CLASS] != classes).any():
-            raise ArgumentError(f"evaluate expects the groups of {CLASS!r} to be the labels")
+            raise ArgumentError(
+                f"evaluate expects the labels as the groups of {CLASS!r}, got others."
+            )
         table = evaluation(
             losses=_array(losses.double()), predictions=found, labels=classes, groups=members,
             attributes=self.attributes, classes=self.classes,
@@ -560,21 +574,23 @@ class FairnessRecorder:
         """
         if not self.attributes:
             raise ArgumentError(
-                "release needs groups. Give FairnessRecorder at least one attribute"
+                "release needs groups, but FairnessRecorder has no attribute. Give it at least one.",
+                doc="groups",
             )
         if part == TRAINING or any(
             sample["part"] == part and not sample["private"] for sample in self._rows
         ):
             raise ArgumentError(
-                f"release got part={part!r}, of which this table holds figures without noise. Give it "
-                "another name"
+                f"part={part!r} of this table holds figures without noise, so release cannot publish "
+                "under this name. Use another one.",
+                doc="groups",
             )
         samples, given = len(labels), chosen("release", groups, self.attributes)
         classes = _numbers("labels", labels, samples, len(self.classes))
         found = _numbers("predictions", predictions, samples, len(self.classes))
         members = {
-            name: _numbers(name, of_rows, samples, len(self.attributes[name]))
-            for name, of_rows in given.items()
+            name: _numbers(name, of_samples, samples, len(self.attributes[name]))
+            for name, of_samples in given.items()
         }
         query = query_of(
             self.attributes, len(self.classes), data=data, noise_multiplier=noise_multiplier, unit=unit,
@@ -616,8 +632,9 @@ class FairnessRecorder:
         policy = grad_state.clipping.strategy.threshold
         if policy.same_step and grad_state.clipping.current is not grad_state.clipping.paid:
             raise ArgumentError(
-                f"thresholds of {type(policy).__name__} follow from this batch's counts, which "
-                "optimizer.step() pays for: call thresholds() after it"
+                f"Thresholds of {type(policy).__name__} follow from this batch's counts, which "
+                "optimizer.step() pays for. Call thresholds() after it.",
+                doc="noisy-counts",
             )
         counted = policy.count_noise_ratio is not None
         private = not (counted and float(optimizer.noise_multiplier) == 0)

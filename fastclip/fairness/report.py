@@ -104,7 +104,7 @@ class Page:
     def note(self, text: str, kind: str) -> None:
         """A box that says what may be done with what follows; `kind` is one of `NOTES`."""
         if kind not in NOTES:
-            raise ArgumentError(f"kind expects one of {tuple(NOTES)}, got {kind!r}")
+            raise ArgumentError(f"kind expects one of {tuple(NOTES)}, got {kind!r}.")
         title, text = NOTES[kind], text[:1].upper() + text[1:]
         self._add(
             f'<p class="note {kind.replace(" ", "-")}"><strong>{title}.</strong> {_escaped(text)}</p>',
@@ -150,7 +150,9 @@ class Page:
             alt: what who cannot see it needs to know.
         """
         if not alt.strip():
-            raise ArgumentError("figure expects alt, a sentence for who cannot see the picture")
+            raise ArgumentError(
+                "alt expects a description for readers who cannot see the picture, got none."
+            )
         png = _png(figure)
         data = base64.b64encode(png).decode()
         self._add(
@@ -177,7 +179,7 @@ class Page:
         """
         if path.suffix.lower() not in (".html", ".htm"):
             raise ArgumentError(
-                f"path expects the name of an HTML file, NAME.html, got {str(path)!r}"
+                f"path expects the name of an HTML file, NAME.html, got {str(path)!r}."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         listed = "".join(
@@ -470,7 +472,7 @@ def fairness_report(
         if baseline is not None:
             plain = _evaluated(_table("baseline", baseline, publish), part)
             if plain.empty:
-                raise ArgumentError(f"baseline expects an evaluation of {part!r}, has none")
+                raise ArgumentError(f"baseline expects an evaluation of {part!r}, got none.")
             _impact(page, evaluated, plain, part)
     _thresholds(page, frame)
     _norms(page, frame)
@@ -498,12 +500,12 @@ def _table(name: str, run: FairnessRecorder | pd.DataFrame, publish: bool) -> pd
     frame = run.frame() if isinstance(run, FairnessRecorder) else run
     if not isinstance(frame, pd.DataFrame):
         raise ArgumentTypeError(
-            f"{name} expects a FairnessRecorder or its frame(), got {type(run).__name__}"
+            f"{name} expects a FairnessRecorder or its frame(), got {type(run).__name__}."
         )
     missing = [column for column in COLUMNS if column not in frame]
     if missing:
         raise ArgumentError(
-            f"{name} expects the columns of FairnessRecorder.frame(), lacks {missing}"
+            f"{name} expects the columns of FairnessRecorder.frame(), got none of {missing}."
         )
     return frame[frame["private"].astype(bool)] if publish else frame
 

@@ -44,9 +44,9 @@ def paired_wilcoxon(
         ArgumentError: for different numbers of values, or another alternative.
     """
     if alternative not in ALTERNATIVES:
-        raise ArgumentError(f"alternative expects one of {ALTERNATIVES}, got {alternative!r}")
+        raise ArgumentError(f"alternative expects one of {ALTERNATIVES}, got {alternative!r}.")
     if len(a) != len(b):
-        raise ArgumentError(f"paired_wilcoxon expects pairs, got {len(a)} and {len(b)} values")
+        raise ArgumentError(f"paired_wilcoxon expects pairs, got {len(a)} and {len(b)} values.")
     difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
     known = difference[np.isfinite(difference)]
     difference = known[known != 0]
@@ -102,7 +102,7 @@ def gap(values: Sequence[float]) -> float:
 def disparity_reduction(baseline: float, ours: float) -> float:
     """By how many percent our gap is smaller than the baseline's (SoftAdaClip, appendix B.1)."""
     if not baseline > 0:
-        raise ArgumentError(f"disparity_reduction expects a baseline above 0, got {baseline}")
+        raise ArgumentError(f"disparity_reduction expects a baseline above 0, got {baseline}.")
     return (baseline - ours) / baseline * 100
 
 
@@ -124,7 +124,7 @@ def privacy_impact(private: Mapping[str, float], plain: Mapping[str, float]) -> 
     """
     if set(private) != set(plain):
         raise ArgumentError(
-            f"privacy_impact expects the same groups twice, got {sorted(private)} and {sorted(plain)}"
+            f"privacy_impact expects the same groups twice, got {sorted(private)} and {sorted(plain)}."
         )
     found = {group: private[group] - plain[group] for group in private}
     return PrivacyImpact(found, gap(list(found.values())))
