@@ -289,4 +289,4 @@ def _check_counts(strategy: Clipping, state: Thresholds, group: int, points: int
 
 
 def _broken(strategy: Clipping, what: str) -> ArgumentError:
-    return ArgumentError(f"The strategy {strategy.kind} {what}", doc="layer-rule")
+    return ArgumentError(f"The strategy ({strategy.kind}) {what}", doc="layer-rule")

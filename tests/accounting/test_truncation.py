@@ -248,11 +248,11 @@ def test_an_engine_records_a_cut_draw() -> None:
     record = Releases(design, draws, lambda: engine.accountant)
     record(Step(1))
     assert engine.accountant.history == [(1.0, CUT, 1)]
-    with refused("after every draw", StepError):
+    with refused("after every sampled batch", StepError):
         record(Step(2))
     assert engine.accountant.history == [(1.0, CUT, 1)]
     assert engine.get_epsilon(DELTA) == epsilon([(1.0, CUT, 1)], DELTA, "pld")
-    with refused("use accountant='pld'"):
+    with refused("Use accountant='pld'"):
         engine.accountant = RDPAccountant()
     assert engine.accountant.mechanism() == "pld"
 

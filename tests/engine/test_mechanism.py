@@ -112,10 +112,10 @@ def test_units_go_on_from_their_own_checkpoint(tmp_path: Path) -> None:
 )
 def test_a_damaged_checkpoint(saved: Any) -> None:
     state = FastPrivacyEngine().accountant.state_dict() | {"fastclip_protected": saved}
-    with refused("its digest is of other steps", ArgumentError):
+    with refused("its digest belongs to other steps", ArgumentError):
         FastPrivacyEngine().accountant.load_state_dict(state)
     del state["fastclip_digest"]
-    with refused("fastclip_protected of a saved accountant is damaged", ArgumentError):
+    with refused("fastclip_protected of the saved accountant is damaged", ArgumentError):
         FastPrivacyEngine().accountant.load_state_dict(state)
 
 
