@@ -1,10 +1,10 @@
-"""A strategy must keep what it claims: looked at on a grid of norms before any sample is read.
+"""Checks that a strategy keeps the sensitivity it states, on a grid of norms, before any data is read.
 
-Noise is scaled to the sensitivity that a strategy states. A scale function or a policy of one's own
-that states too small a one would train without its guarantee and without an error.
+Noise is scaled to the sensitivity that a strategy states. If a user's scale function or policy states
+too small a value, training would silently lose its guarantee.
 
-`make_private` runs the check by itself, in some milliseconds; `fastclip.testing.check_strategy` runs
-the same one over a denser grid.
+`make_private` runs the check by itself, in some milliseconds. `fastclip.testing.check_strategy` runs
+the same check over a denser grid.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from fastclip.errors import ArgumentError
 
 _TYPES = (torch.float32, torch.float64)
 _WILD = (0.5, -0.5, 5.0, -50.0)
-"""Counts of some steps, over the size of a batch: with little data they are nearly only noise."""
+"""Counts of some steps over the batch size. With little data they are almost only noise."""
 _BATCH = 100.0
 _MANY = 8
 _COUNTED = 256
-"""Groups whose counts are looked at: each takes calls of its own, as long as there are groups."""
+"""Groups whose counts are checked. Each group takes its own calls, which grow with their number."""
 _POINTS = 4096
-"""Norms of one scan from 1e-6 to 1e6 thresholds, which its groups or layers share."""
+"""Norms of one scan from 1e-6 to 1e6 thresholds, shared by the groups or layers."""
 _FEWEST = 64
-"""Of a group or layer, however many there are."""
+"""Fewest norms per group or layer, however many there are."""
 _GOLDEN = 0.6180339887498949
-"""Scans are shifted against each other by multiples of it: together they leave small gaps."""
+"""Scans are shifted by multiples of it, so together they leave small gaps."""
 _STEPS = 20
 
 
 def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINTS) -> None:
-    """Compare contributions, counts and the noise schedule with what the strategy says of them.
+    """Compare contributions, counts and the noise schedule with what the strategy states.
 
-    At the thresholds given, at others, and at those that wildly noisy counts lead to; for norms
+    The check uses the given thresholds, others, and those that very noisy counts lead to. Norms are
     around the thresholds, 0, subnormal, huge, inf and NaN, in every group and layer, in float32 and
-    float64. A misbehavior within a range of norms narrower than the grid is not seen: with the
-    default about 0.7% of the norm, with fewer points a group or layer more. Counts are looked at in all
-    groups up to 256, and beyond in as many of them, from the first to the last.
+    float64. A violation within a range of norms narrower than the grid is not found. That range is
+    about 0.7% of the norm by default, and more if groups or layers share the points. Counts are checked
+    in up to 256 groups, evenly chosen from the first to the last.
 
     Args:
+        strategy: the strategy to check.
         initial: the thresholds at the first step.
         points: number of norms in a scan over twelve decades, shared by groups or layers.
 
     Raises:
         ArgumentError: a sample could contribute more than the stated sensitivity, change another
-            sample's scale, or change the counts by more than their sensitivity; thresholds move
-            otherwise than in a real step; or the schedule's noise is not what it plans.
+            sample's scale, or change the counts by more than their sensitivity. Also if thresholds
+            change outside a real step, or if the schedule's noise differs from its plan.
     """
     _check_schedule(strategy)
     states = list(_states(strategy, initial))
@@ -75,7 +76,7 @@ def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINT
 
 
 def _check_schedule(strategy: Clipping) -> None:
-    """The noise that a run uses, step by step, must be positive, and what was planned."""
+    """Check that the noise of each step is positive and equal to the planned one."""
     schedule = strategy.noise
     steps = min(getattr(schedule, "total_steps", _STEPS), _STEPS)
     factors = [float(schedule.factor(step)) for step in range(steps)]
@@ -133,7 +134,7 @@ def _states(strategy: Clipping, initial: Thresholds) -> Iterator[Thresholds]:
 def _check_scales(
     strategy: Clipping, state: Thresholds, norms: Tensor, groups: Tensor | None
 ) -> Tensor:
-    """The scales [l, b], none of which lets a sample contribute more than stated."""
+    """Return the scales [l, b], after a check that no sample contributes more than stated."""
     stated = float(strategy.sensitivity(state))
     if not 0 < stated < float("inf"):
         raise _broken(
@@ -169,8 +170,8 @@ def _check_scales(
 def _scales(
     strategy: Clipping, state: Thresholds, norms: Tensor, groups: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The whole norms, [b], and the scales [l, b], for norms [l, b] of the layers."""
-    norm_sq = norms.square()  # as the engine has them: of a tiny norm nothing is left
+    """Return the whole norms [b] and the scales [l, b] for norms [l, b] of the layers."""
+    norm_sq = norms.square()  # as in the engine, where the square of a tiny norm underflows
     layered = norm_sq.sqrt() if strategy.threshold.per_layer else None
     total = norm_sq.sum(0).sqrt()
     return total, strategy.scales(total, state, groups, layered).expand_as(norms)
@@ -179,7 +180,7 @@ def _scales(
 def _check_independence(
     strategy: Clipping, state: Thresholds, norms: Tensor, groups: Tensor | None, scales: Tensor
 ) -> None:
-    """A sample's scale must be its own: among all (`scales`), among some, and among fewer."""
+    """Check that scales do not depend on the batch: all norms (`scales`), some, and fewer of them."""
     thresholds = state.threshold.max()
     usual = (norms > 1e-3 * thresholds).all(0) & (norms < 1e3 * thresholds).all(0)
     usual = usual.nonzero().flatten()
@@ -221,30 +222,31 @@ def _numbers(values: Iterable[float]) -> Tensor:
 def _norms(
     strategy: Clipping, state: Thresholds, dtype: torch.dtype, shift: float, points: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Norms of the layers' gradients, [l, b] (of the whole one [1, b]), and the groups [b]."""
+    """Return norms of the layers' gradients [l, b] (or of the whole gradient [1, b]) and groups [b]."""
     info = torch.finfo(dtype)
-    special = [0.0, 5e-324, 1e-45, info.tiny, info.max, 1e154, float("inf"), float("nan")]
-    absolute = _numbers(special)
+    edge = [0.0, 5e-324, 1e-45, info.tiny, info.max, 1e154, float("inf"), float("nan")]
+    absolute = _numbers(edge)
     absolute = torch.cat(
         [absolute, torch.logspace(-40, 40, 161, dtype=torch.float64, device="cpu")]
     )
     near = 2.0 ** -_numbers(range(1, 30))
-    beside = torch.linspace(0.05, 8, 160, dtype=torch.float64, device="cpu")
+    usual = torch.linspace(0.05, 8, 160, dtype=torch.float64, device="cpu")
     thresholds = state.threshold.reshape(-1, 1)  # [k or l, 1]
-    samples = len(thresholds)
-    each = max(points // max(samples, strategy.threshold.num_groups or 1), _FEWEST)
+    count = len(thresholds)
+    each = max(points // max(count, strategy.threshold.num_groups or 1), _FEWEST)
     scan = torch.arange(each, dtype=torch.float64, device="cpu") + shift
-    around = torch.cat([1 - near, _numbers([1]), 1 + near, beside, 10 ** (scan * 12 / each - 6)])
-    norms = torch.cat([absolute.expand(samples, -1), thresholds * around], dim=1)  # [k or l, n]
+    around = torch.cat([1 - near, _numbers([1]), 1 + near, usual, 10 ** (scan * 12 / each - 6)])
+    norms = torch.cat([absolute.expand(count, -1), thresholds * around], dim=1)  # [k or l, n]
     if strategy.threshold.per_layer:
         halves = [norms.clone(), norms.clone()]  # some layers large, the others silent
         halves[0][::2], halves[1][1::2] = 0, 0
         return torch.cat([norms, *halves], dim=1).to(dtype), None
-    count = strategy.threshold.num_groups
-    if count is None:
+    num_groups = strategy.threshold.num_groups
+    if num_groups is None:
         return norms.reshape(1, -1).to(dtype), None
-    groups = torch.arange(count, dtype=torch.int64, device="cpu").repeat_interleave(norms.shape[1])
-    return norms.expand(count, -1).reshape(1, -1).to(dtype), groups
+    groups = torch.arange(num_groups, dtype=torch.int64, device="cpu")
+    groups = groups.repeat_interleave(norms.shape[1])
+    return norms.expand(num_groups, -1).reshape(1, -1).to(dtype), groups
 
 
 def _some_groups(count: int) -> list[int]:
