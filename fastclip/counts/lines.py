@@ -1,4 +1,4 @@
-"""The lines of a ledger: which data sets, who is protected, what each has spent; and the total."""
+"""Lines of a ledger: the data sets, the protected unit, the privacy spent, and the total."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastclip.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Line:
-    """What the people of some data sets have paid together.
+    """Privacy spent on the people of some data sets together.
 
     Formal guarantee: all releases of this ledger are (epsilon, delta)-differentially private for data
     that differ in one unit of these data sets (added, removed or zeroed out as `size_is_secret` says).
@@ -23,32 +23,33 @@ class Line:
 
     data_sets: tuple[str, ...]
     unit: str
-    """"sample", "unit", or "" before the first release."""
+    """"row" (one sample), "unit", or "" before the first release."""
     epsilon: float
     delta: float
     releases: int
-    """Steps and counts that were recorded."""
+    """Number of recorded steps and counts."""
     size_is_secret: bool
-    """Neighbors differ in one unit that is added or removed; else one is zeroed out."""
+    """Whether neighbors differ in one unit that is added or removed. Otherwise one is zeroed out."""
 
 
 @dataclass(frozen=True)
 class PrivacyByDataSet:
-    """Every line of a ledger; print it.
+    """All lines of a ledger, to be printed.
 
-    Formal guarantee: nobody is in two lines (on trust: `PrivateData.overlap`), so each person has the
-    epsilon of their line, and the largest of them holds for everybody.
+    Formal guarantee: nobody is in two lines, so each person has the epsilon of their line, and the
+    largest epsilon holds for everybody. That nobody is in two lines follows from the declared
+    `PrivateData.overlap`, which is not checked.
     """
 
     lines: tuple[Line, ...]
 
     @property
     def epsilon(self) -> float:
-        """That holds for everybody in any of the data sets."""
+        """Epsilon that holds for everybody in any of the data sets."""
         return max(line.epsilon for line in self.lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; an infinite epsilon is None."""
+        """Return plain values. An infinite epsilon is None."""
         found = [
             asdict(line) | {"epsilon": line.epsilon if math.isfinite(line.epsilon) else None}
             for line in self.lines
@@ -78,7 +79,7 @@ def worded(unit: str) -> str:
 
 
 def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
-    """The training set's line first.
+    """Return all lines of a ledger, the training set's first.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a delta out of range, or a failure of an accountant.
@@ -89,7 +90,7 @@ def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
 
 
 def said_of_overlaps(ledger: Ledger) -> tuple[str, ...]:
-    """What the lines assume without a check, in words."""
+    """Return the assumptions of the lines that are not checked, in words."""
     found = [f"epsilon also holds for the people of {name!r}, declared to overlap the training set"
              for name in sorted(ledger.protected.data)]  # fmt: skip
     separate = sorted({name for line in ledger.lines.values() for name in line.protected.data})
@@ -114,14 +115,16 @@ def _line(ledger: Ledger, first: tuple[str, ...], delta: float) -> Line:
 def line_for(
     query: CountQuery, ledger: Ledger, trained: frozenset[str]
 ) -> tuple[Ledger, Protected]:
-    """Where a query of private data is recorded, and whom that line protects then.
+    """Return the ledger line of a query of private data, and whom that line then protects.
 
     Args:
-        ledger: of the engine. trained: units of the models that were made private under it.
+        query: the query.
+        ledger: ledger of the engine.
+        trained: units of the models that were made private under it.
 
     Raises:
-        ArgumentError: the data set shares people with two lines, or with one that it was not said to
-            share people with before; the line protects other units; or "gdp" cannot compose it.
+        ArgumentError: the data set shares people with two lines, or contradicts its earlier overlap.
+            Also if the line protects other units, or if "gdp" cannot compose it.
     """
     data, name = query.data, line_name(query, ledger)
     line = ledger if name == TRAINING else ledger.line(name)
@@ -145,7 +148,7 @@ def line_for(
 
 
 def line_name(query: CountQuery, ledger: Ledger) -> str:
-    """Of the line where a query of private data is recorded: the training set's, or a data set's.
+    """Return the name of the line of a query of private data, the training set or a data set.
 
     Raises:
         ArgumentError: the overlap of its data set contradicts what was counted before.
