@@ -1,4 +1,4 @@
-"""The forecast of a private run: `python -m fastclip.accounting --samples 60000 ...`."""
+"""Command for the forecast of a private run: `python -m fastclip.accounting --samples 60000 ...`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STAGES = 3
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """Return the parser of the command."""
     command = argparse.ArgumentParser(
         prog="python -m fastclip.accounting",
         description="Noise and epsilon of a planned private run, stage by stage. The sample rate "
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         "--accountant",
         choices=("prv", "pld", "rdp", "gdp"),
         default="prv",
-        help="whose epsilon is the total and the target's (%(default)s)",
+        help="accountant of the total and the target (%(default)s)",
     )
     _add_schedule(add)
     _add_questions(add)
@@ -89,13 +89,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_schedule(add: Callable[..., Any]) -> None:
-    """Arguments of the noise of each step."""
-    add("--schedule", choices=SCHEDULES, default="constant", help="of the noise (%(default)s)")
-    add("--stages", type=int, help=f"of any schedule but the constant one ({STAGES})")
-    add("--noise-decay", type=float, help="of staged and step")
-    add("--length-decay", type=float, help="of staged")
-    add("--final-noise", type=float, help="of linear: last sigma / first sigma")
-    add("--rate", type=float, help="of exponential and time")
+    """Add the arguments for the noise of each step."""
+    add("--schedule", choices=SCHEDULES, default="constant", help="noise schedule (%(default)s)")
+    add("--stages", type=int, help=f"for any schedule except the constant one ({STAGES})")
+    add("--noise-decay", type=float, help="for staged and step")
+    add("--length-decay", type=float, help="for staged")
+    add("--final-noise", type=float, help="for linear: last sigma / first sigma")
+    add("--rate", type=float, help="for exponential and time")
     add(
         "--count-noise-ratio",
         type=float,
@@ -105,12 +105,12 @@ def _add_schedule(add: Callable[..., Any]) -> None:
 
 
 def _add_questions(add: Callable[..., Any]) -> None:
-    """Arguments of what else is asked: a search, an attack, and in which form."""
+    """Add the arguments for a hyperparameter search, an attack, and the form of the output."""
     add("--trials", type=float, metavar="MEAN", help="expected number of runs of a private search")
     add(
         "--trials-distribution",
         choices=("tnb", "poisson"),
-        help="of their number: truncated negative binomial (default) or Poisson",
+        help="distribution of their number: truncated negative binomial (default) or Poisson",
     )
     add("--eta", type=float, help="shape of tnb: 0 logarithmic (default), 1 geometric")
     add(
@@ -118,19 +118,19 @@ def _add_questions(add: Callable[..., Any]) -> None:
         type=float,
         nargs="*",
         metavar="RATE",
-        help="what an attacker can do at most: mu of Gaussian DP, and true-positive rates at these "
-        f"false-positive rates ({' '.join(f'{rate:g}' for rate in RATES)}); by pld where "
+        help="bounds on any attack: mu of Gaussian DP, and true-positive rates at these "
+        f"false-positive rates ({' '.join(f'{rate:g}' for rate in RATES)}), by pld if "
         "dp-accounting is installed, else by rdp",
     )
-    add("--picture", metavar="FILE.png", help="draw the best attack (matplotlib); implies --attack")
+    add("--picture", metavar="FILE.png", help="plot the best attack (matplotlib), implies --attack")
     add("--json", action="store_true", help="print JSON")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; errors leave by SystemExit(2) with one sentence.
+    """Run the command. Errors exit by SystemExit(2) with their message.
 
     Args:
-        argv: arguments; None for those of the process.
+        argv: arguments. None for those of the process.
 
     Returns:
         0.
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rate(given: argparse.Namespace) -> Rate:
-    """The sampling rate q = B / N, of draws that may be cut."""
+    """Return the sampling rate q = B / N, of sampled batches that may be truncated."""
     samples = whole("--samples", given.samples, 1)
     batch = whole("--batch-size", given.batch_size, 1)
     if batch > samples:
@@ -186,7 +186,7 @@ def _rate(given: argparse.Namespace) -> Rate:
 
 
 def _answer(given: argparse.Namespace, rate: Rate, delta: float) -> tuple[Forecast, Attack | None]:
-    """The planned run, and what an attacker can do if that is asked for."""
+    """Return the planned run, and the bounds on an attack if they are requested."""
     steps = planned_steps(rate, given.epochs, given.steps)
     schedule, trials = _schedule(given, steps), _trials(given)
     if given.epsilon is None:

@@ -1,4 +1,4 @@
-"""A run's checkpoint: as a file without code in it, and as torch.distributed.checkpoint saves it."""
+"""Checkpoints of a run, as a file without code, and for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, say
 
 _ACCOUNTANT, _MODULE = "privacy_accountant_state_dict", "module_state_dict"
 _FOLDER = 0x10
-"""Among the attributes of an archive's entry, which no checksum is over."""
+"""Folder bit of an archive entry's attributes, which no checksum covers."""
 KEY = "fastclip_checkpoint"
 FORMAT = 1
-"""Of the files that are written. 0, without a stamp: of fastclip before there was one, and Opacus'."""
+"""Format of files that are written. Files without a stamp (0) are Opacus' or of older fastclip."""
 
 
 def stamp() -> dict[str, Any]:
-    """What a file says of itself."""
+    """Return the stamp of a file, its format and PyTorch version."""
     return {"format": FORMAT, "torch": str(torch.__version__)}
 
 
@@ -47,7 +47,7 @@ def save_checkpoint(
     module_state_dict_kwargs: Mapping[str, Any] | None = None,
     torch_save_kwargs: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """`FastPrivacyEngine.save_checkpoint`; `writes`: this process writes what all ranks have."""
+    """Implement `FastPrivacyEngine.save_checkpoint`. If `writes`, this process writes the file."""
     module = model_of(module)
     model, options = as_alone(module), dict(module_state_dict_kwargs or {})
     if is_spread(module):
@@ -78,7 +78,7 @@ def load_checkpoint(
     module_load_dict_kwargs: Mapping[str, Any] | None = None,
     torch_load_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """`FastPrivacyEngine.load_checkpoint`: go on from a file of `save_checkpoint`, or Opacus'."""
+    """Implement `FastPrivacyEngine.load_checkpoint`, for files of `save_checkpoint` or of Opacus."""
     saved = read_checkpoint(path, torch_load_kwargs or {})
     if _ACCOUNTANT not in saved:
         raise ArgumentError(
@@ -92,7 +92,7 @@ def load_checkpoint(
             "engine.save_checkpoint wrote.",
             doc="checkpoints",
         )
-    # First: a module that fails halfway has got some of the weights.
+    # The ledger comes first, because a module that fails halfway has already loaded some weights.
     ledger.load_state_dict(saved[_ACCOUNTANT])
     as_alone(model_of(module)).load_state_dict(saved[_MODULE], **(module_load_dict_kwargs or {}))
     state = saved.pop("optimizer_state_dict", {})
@@ -115,15 +115,15 @@ def load_checkpoint(
 
 
 def check_loads(path: Any, begin: int = 0) -> None:
-    """Refuse a file, just written, that `read_checkpoint` would refuse; no tensor is read.
+    """Check that `read_checkpoint` can load a file that was just written, without reading tensors.
 
     Args:
-        path: of a file, or an open one. begin: where it begins in an open one, which must be readable to
-            be looked at.
+        path: path of a file, or an open file. An open file that is not readable is not checked.
+        begin: where the checkpoint begins in an open file.
 
     Raises:
-        ArgumentError: it holds other things than tensors and plain values; what was written into an
-            open file is taken back.
+        ArgumentError: the file holds objects other than tensors and plain values. An open file is
+            truncated to `begin`.
     """
     opened = hasattr(path, "read")
     if opened and not (path.readable() and path.seekable()):
@@ -149,17 +149,19 @@ def check_loads(path: Any, begin: int = 0) -> None:
 
 
 def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file holds, without its stamp; nothing in it is run, unless the caller trusts it.
+    """Return the content of a file without its stamp. No code in it runs, unless the caller allows it.
 
-    Every byte is checked against the file's checksums first: torch.load does not, and a flipped bit of a
-    weight or of a ledger would go unseen.
+    Every byte is first checked against the file's checksums. torch.load does not check them, so a
+    flipped bit of a weight or of a ledger would not be noticed.
 
     Args:
-        path: of a file, or an open one. options: of torch.load, `weights_only=True` if not said.
+        path: path of a file, or an open file.
+        options: options of torch.load, with `weights_only=True` by default.
 
     Raises:
-        ArgumentError: the file is damaged, of a newer format, or holds other things than tensors and
-            plain values. OSError: it is not there or cannot be read.
+        ArgumentError: the file is damaged, of a newer format, or holds objects other than tensors and
+            plain values.
+        OSError: the file does not exist or cannot be read.
     """
     name = getattr(path, "name", "The checkpoint") if hasattr(path, "read") else str(path)
     _check_whole(path, name)
@@ -170,7 +172,7 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # It seeks before the begin of a file that lost its end.
+        # torch.load seeks before the beginning of a file that lost its end.
         raise _damaged(name, error) from error
     except pickle.UnpicklingError as error:
         raise ArgumentError(
@@ -201,10 +203,10 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 def _check_whole(path: Any, name: str) -> None:
     begin = path.tell() if hasattr(path, "read") else None
     try:
-        if zipfile.is_zipfile(path):  # else torch.load says what is wrong
+        if zipfile.is_zipfile(path):  # otherwise torch.load raises an error
             with zipfile.ZipFile(path) as archive:
                 for entry in archive.infolist():
-                    # torch's reader takes its bytes for none, and leaves the tensor as memory was
+                    # torch's reader would read no bytes and leave the tensor's memory uninitialized
                     if entry.external_attr & _FOLDER and not entry.filename.endswith("/"):
                         raise ValueError(f"{entry.filename} is marked as a folder")
                 wrong = archive.testzip()
@@ -232,17 +234,19 @@ def _first_line(error: Exception) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# A private run as torch.distributed.checkpoint saves it: each rank writes what it holds.
+# A private run for torch.distributed.checkpoint, where each rank writes its own shards.
 
 
 _MODEL, _OPTIMIZER, _RUN = "model", "optimizer", "run"
 
 
 class RunState(Stateful):
-    """Weights, the inner optimizer's state, thresholds, the step and the ledger.
+    """State of a run: weights, the inner optimizer's state, thresholds, the step and the ledger.
 
     Args:
-        ledger: of the run. module, optimizer: as make_private returned them.
+        ledger: ledger of the run.
+        module: the module that make_private returned.
+        optimizer: the optimizer that make_private returned.
     """
 
     def __init__(self, ledger: Any, module: nn.Module, optimizer: Any) -> None:
@@ -272,10 +276,10 @@ class RunState(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The ledger first: a model that fails halfway has got some of the weights.
+        """Load the ledger first, because a model that fails halfway has already loaded some weights.
 
         Raises:
-            ArgumentError: what the run has spent is damaged or not there; nothing is loaded.
+            ArgumentError: the ledger is damaged or missing. Nothing is loaded.
         """
         let_go(self._model)
         saved = state_dict.get(_RUN)

@@ -24,7 +24,7 @@ def written(steps: int) -> Lines:
 
 
 def steps(content: bytes) -> int:
-    return len(ledger_file.read(content, "ledger").said)
+    return len(ledger_file.read(content, "ledger").values)
 
 
 OTHER = written(6)
@@ -77,7 +77,7 @@ def test_every_torn_end() -> None:
         found = ledger_file.read(whole[:length], "ledger")
         complete = [n for n in range(1, 4) if length >= len(b"".join(lines[:n]))]
         open_ends = [n for n in (2, 3) if length == len(b"".join(lines[:n])) - 1]
-        assert len(found.said) == max([*complete, *open_ends, 1]) - 1
+        assert len(found.values) == max([*complete, *open_ends, 1]) - 1
         assert found.open == bool(open_ends)
         assert found.size <= length
         assert (found.size == length) == (
