@@ -399,7 +399,7 @@ class _Curve(NamedTuple):
 
 
 def _solved(curves: list[_Curve], log_delta: float) -> tuple[float, float] | None:
-    """Return (epsilon, -d log delta / d epsilon there) of a sum of deltas, or None if it is above."""
+    """Return (epsilon, -d log delta / d epsilon) of a sum of deltas, or None if it is never reached."""
 
     def total(eps: float) -> float:
         return float(np.logaddexp.reduce([curve.at(eps) for curve in curves]))
@@ -424,8 +424,8 @@ def _composed(
 
     The masses are multiplied by exp(tilt L) before the transform and divided by it afterwards. The
     rounding of float64 is then small relative to the masses around the window's center, however small
-    delta is. Mass outside of the window wraps around into it, where it is counted in addition. Mass above
-    the window also counts as infinite (Chernoff's bound).
+    delta is. Mass outside of the window wraps around into it, where it is counted in addition. Mass
+    above the window also counts as infinite (Chernoff's bound).
 
     Args:
         window: lowest and highest loss, and the tilt of Chernoff's bound.

@@ -1,6 +1,6 @@
-"""What clipping does to subgroups, measured in any training loop. Needs `fastclip[fairness]`.
+"""Measures the effect of clipping on subgroups in any training loop. Needs `fastclip[fairness]`.
 
-Nothing here is private but thresholds and noise: docs/fairness.md says what may be published.
+Only thresholds, noise and noisy counts are private here. docs/fairness.md says what you may publish.
 """
 
 from fastclip.errors import ArgumentError

@@ -215,7 +215,6 @@ def test_errors(capsys: pytest.CaptureFixture, arguments: list[str], message: st
     last = printed.err.strip().splitlines()[-1]
     assert last.startswith("python -m fastclip.accounting: error: ")
     assert message in last
-    assert not last.endswith(".")
     assert printed.out == ""
 
 

@@ -163,7 +163,7 @@ def test_engines_that_are_watched(tmp_path: Path) -> None:
         client.engine = copy.deepcopy(client.engine)
     assert client.engine.accountant.history == ledger.history("A")
     other = FederatedLedger(people="disjoint")
-    with refused("kept in", ArgumentError):
+    with refused("already writes to", ArgumentError):
         other.watch("A", client.engine)
     ledger.close()
     with refused("cannot be written", StepError):

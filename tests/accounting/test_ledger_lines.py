@@ -49,7 +49,7 @@ def test_changed_files_are_refused(change: str) -> None:
     """Though every line is one that was written."""
     lines = written(6)
     assert steps(b"".join(lines)) == 6
-    with pytest.raises(ArgumentError, match=r"^line \d of the ledger .* is damaged") as caught:
+    with pytest.raises(ArgumentError, match=r"^Line \d of the ledger .* is damaged") as caught:
         steps(b"".join(CHANGES[change](lines)))
     assert cause_and_fix(caught.value)
 

@@ -30,7 +30,7 @@ def test_ranks_that_do_not_see_one_file(tmp_path: Path) -> None:
         for name in ("not shared", "different"):
             assert "the same ledger file (one path, on a file system that all of" in rank[name]
         assert "FileNotFoundError" in rank["no folder"]
-        assert "is kept in" in rank["second"]
+        assert "already writes to" in rank["second"]
         for name in ("early", "one alone", "another alone", "not shared", "different", "second"):
             assert cause_and_fix(ValueError(rank[name]))
         assert rank["left"] == "meeting old a old b"
