@@ -45,9 +45,9 @@ class NoiseLevels(NamedTuple):
 def compose(*sigmas: float) -> float:
     """Return the multiplier of the one Gaussian mechanism that equals several on the same sample.
 
-    Formal guarantee: queries of L2 sensitivity 1 answered with noise N(0, sigma_i^2) have exactly
-    the privacy profile of one such query with (sum_i sigma_i^-2)^(-1/2) (Lemma 3.1), also after
-    Poisson sampling when all of them see the same sample (Theorem 3.2).
+    Formal guarantee: several queries of L2 sensitivity 1 with noise N(0, sigma_i^2) have exactly the
+    privacy profile of one such query with (sum_i sigma_i^-2)^(-1/2) (Lemma 3.1). The same holds after
+    Poisson sampling if all of them see the same sampled batch (Theorem 3.2).
 
     Args:
         sigmas: at least one noise multiplier, each positive, or 0 for no noise.

@@ -44,9 +44,9 @@ class FederatedLedger:
     once, however often it is recorded. The longer state of one engine replaces the shorter one. A round
     that another engine repeats adds up, because both have trained on the data.
 
-    Formal guarantee: `get_epsilon(delta, client)` covers all recorded steps of this client, for
-    neighbors that differ by one added or removed sample (or unit) of its data, if every local model of
-    every round is released. `get_epsilon(delta)` covers the whole run. With people="disjoint" it is the
+    Formal guarantee: `get_epsilon(delta, client)` covers all recorded steps of this client, even if
+    every local model of every round is released. Neighbors differ by one added or removed sample (or
+    unit) of its data. `get_epsilon(delta)` covers the whole run. With people="disjoint" it is the
     largest epsilon of the clients (parallel composition). One sample is then in the data of one client,
     and the other clients' data are equal in both neighbors. With people="shared" it covers all clients'
     steps together (sequential composition), for neighbors that differ by one sample in the data of each

@@ -34,8 +34,9 @@ Part = tuple[float, float, int]
 _TOLERANCE = 2e-4
 """Share of epsilon that the mesh may add by default."""
 _NATURAL = 0.01
-"""Below this share of 1 / |d log delta / d epsilon|, epsilon is known to a tolerance of that share: a
-relative change of delta by _TOLERANCE * _NATURAL moves it as far."""
+"""Share of 1 / |d log delta / d epsilon| below which the tolerance is relative to that share.
+
+A relative change of delta by _TOLERANCE * _NATURAL moves epsilon by this tolerance."""
 _CUT = math.log(1e-8)
 """Logarithm of the share of delta in single steps' largest losses, which count as infinite."""
 _TAIL = math.log(1e-10)

@@ -66,8 +66,8 @@ class PLDAccountant(IAccountant):
         """Return epsilon of the recorded steps.
 
         Formal guarantee: that of `numerical_epsilon`. With truncated batches, epsilon is at least the
-        tight value, and at most eps_error + eps_error^2 above that of delta - delta_error, as long as
-        float64 can represent it. The mesh is fine enough for Hoeffding's bound on its rounding, which is
+        tight value. It is at most eps_error + eps_error^2 above the tight value for delta - delta_error,
+        as long as float64 can represent it. The mesh is fine enough for Hoeffding's bound on its rounding, which is
         never downwards.
 
         Args:
