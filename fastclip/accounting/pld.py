@@ -67,8 +67,8 @@ class PLDAccountant(IAccountant):
 
         Formal guarantee: that of `numerical_epsilon`. With truncated batches, epsilon is at least the
         tight value. It is at most eps_error + eps_error^2 above the tight value for delta - delta_error,
-        as long as float64 can represent it. The mesh is fine enough for Hoeffding's bound on its rounding, which is
-        never downwards.
+        as long as float64 can represent it. The mesh is fine enough for Hoeffding's bound on its
+        rounding, which is never downwards.
 
         Args:
             delta: in (0, 1).
