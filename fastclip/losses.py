@@ -1,8 +1,8 @@
 """Losses in which no sample depends on another.
 
-The guarantee bounds what one sample of the batch contributes through *its own* gradient. A loss that is
-averaged over all tokens of a batch divides sample i's gradient by how many tokens the other samples
-have, before it is clipped; see docs/losses.md.
+The guarantee bounds the contribution of a sample through *its own* gradient. A loss that averages over
+all tokens of a batch divides sample i's gradient by the token counts of the other samples before it is
+clipped. See docs/losses.md.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ def per_sample_cross_entropy(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, *, shift: bool = False,
     weight: Tensor | None = None, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of every sample over its own tokens: take `.mean()` or `.sum()` of what it returns.
+    """Return the cross entropy of each sample over its own tokens, for a `.mean()` or `.sum()`.
 
     Args:
-        logits: [b, t, k], or [b, k] for one label a sample. Computed in float32 at least.
+        logits: [b, t, k], or [b, k] for one label per sample. Computed in float32 at least.
         labels: int64 [b, t], or [b].
         ignore_index: labels that do not count (padding, prompts, unmasked tokens).
         shift: position t predicts the label at t + 1 (causal language models).
-        weight: of each class, [k]: multiplies a token's loss, and is not divided by the weights of the
-            batch, as CrossEntropyLoss(weight=...) with a mean does.
+        weight: weight of each class, [k]. It multiplies a token's loss. Unlike the mean of
+            CrossEntropyLoss(weight=...), the result is not divided by the weights of the batch.
         label_smoothing: as in torch.nn.functional.cross_entropy.
 
     Returns:
-        [b]: the mean over the sample's tokens that count; 0, with gradient 0, where none does.
+        [b], the mean over the sample's tokens that count. If none counts, 0 with gradient 0.
 
     Raises:
         ArgumentError, ArgumentTypeError: for shapes or types that do not fit.
@@ -39,20 +39,20 @@ def per_sample_cross_entropy(
     if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
         raise ArgumentTypeError(
             "per_sample_cross_entropy expects two tensors, got "
-            f"{type(logits).__name__} and {type(labels).__name__}"
+            f"{type(logits).__name__} and {type(labels).__name__}."
         )
     if labels.dim() == 0 or logits.shape[:-1] != labels.shape:
         raise ArgumentError(
             "per_sample_cross_entropy expects logits [b, t, k] and labels [b, t], or [b, k] and [b], "
-            f"got {list(logits.shape)} and {list(labels.shape)}"
+            f"got {list(logits.shape)} and {list(labels.shape)}."
         )
     if labels.is_floating_point():
         raise ArgumentTypeError(
-            f"per_sample_cross_entropy expects labels as class numbers, got {labels.dtype}"
+            f"per_sample_cross_entropy expects labels as class numbers, got {labels.dtype}."
         )
     if shift:
         if labels.dim() < 2:
-            raise ArgumentError("shift=True expects labels of several positions, [b, t], got [b]")
+            raise ArgumentError("shift=True expects labels of several positions, [b, t], got [b].")
         logits, labels = logits[:, :-1], labels[:, 1:]
     b, classes = len(labels), logits.shape[-1]
     if not logits.dtype.itemsize >= 4:

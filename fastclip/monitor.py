@@ -1,4 +1,4 @@
-"""A private run as it goes: epsilon, thresholds and noise beside signal, each marked private or not.
+"""Monitors a private run: epsilon, thresholds and noise, each reading marked private or not.
 
 monitor = Monitor(engine, optimizer, delta=1e-5, to=[tensorboard(SummaryWriter())])
 ...
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 24
-"""Of the curve that `plot_privacy` draws: each is an epsilon of its own."""
+"""Points of the curve of `plot_privacy`. Each one needs its own epsilon."""
 
 
 class Reading(NamedTuple):
@@ -30,10 +30,11 @@ class Reading(NamedTuple):
 
     Attributes:
         step: real steps so far, this one included.
-        name: "epsilon", "threshold" (with "/k" of a group or layer), "noise_multiplier",
+        name: "epsilon", "threshold" (with "/k" for group or layer k), "noise_multiplier",
             "noise_to_signal" or "clipped".
         value: the number.
-        private: it follows from what the run releases, which epsilon covers; else it is of raw samples.
+        private: whether it follows from the releases of the run, which epsilon covers. Otherwise it
+            depends on raw samples.
     """
 
     step: int
@@ -43,19 +44,19 @@ class Reading(NamedTuple):
 
 
 class Monitor:
-    """Reads a private optimizer every so many real steps; between them a step waits for nothing.
+    """Reads a private optimizer every `every` real steps. Steps in between do not wait for it.
 
-    Formal guarantee: what is marked private is a function of the noisy gradients, the noisy counts and
-    public numbers of steps that the accountant has recorded. "clipped" is of raw samples.
+    Formal guarantee: readings marked private are functions of the noisy gradients, the noisy counts and
+    public numbers of steps that the accountant has recorded. "clipped" depends on raw samples.
 
     Args:
-        engine: of the run.
-        optimizer: that make_private returned.
-        delta: of epsilon, in (0, 1).
-        to: called with each `Reading`.
-        every: real steps from one reading to the next; a reading waits for the device once.
-        raw: also "clipped", the share of the last physical batch whose norm was above its threshold:
-            NOT private.
+        engine: the engine of the run.
+        optimizer: the optimizer that make_private returned.
+        delta: delta of epsilon, in (0, 1).
+        to: functions that are called with each `Reading`.
+        every: real steps from one reading to the next. A reading waits for the device once.
+        raw: also read "clipped", the share of samples of the last physical batch whose norm is above
+            its threshold. It is NOT private.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an optimizer of another kind, or a value out of range.
@@ -68,16 +69,16 @@ class Monitor:
         if not hasattr(optimizer, "grad_state") or not hasattr(optimizer, "attach_step_hook"):
             raise ArgumentTypeError(
                 "Monitor expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}."
             )
         self.delta = between("delta", delta, 0, 1)
         self.every = whole("every", every, 1)
         self.steps = 0
         self._engine, self._to, self._raw = engine, tuple(to), raw
-        optimizer.attach_step_hook(self._look)
+        optimizer.attach_step_hook(self._read)
 
-    def _look(self, optimizer: Any) -> None:
-        """A hook of a real step: after its release and its record, before the weights move."""
+    def _read(self, optimizer: Any) -> None:
+        """Step hook, called after the release and its record and before the weights move."""
         self.steps += 1
         if self.steps % self.every:
             return
@@ -91,23 +92,23 @@ class Monitor:
         many = len(thresholds) > 1
         readings |= {f"threshold/{k}" if many else "threshold": c for k, c in enumerate(thresholds)}
         for name, value in readings.items():
-            self._tell(Reading(self.steps, name, value, private))
+            self._emit(Reading(self.steps, name, value, private))
         norms = optimizer.per_sample_norms
         if self._raw and norms is not None and not many and len(norms):
             share = (~(norms <= optimizer.threshold)).double().mean().item()
-            self._tell(Reading(self.steps, "clipped", share, False))
+            self._emit(Reading(self.steps, "clipped", share, False))
 
-    def _tell(self, reading: Reading) -> None:
+    def _emit(self, reading: Reading) -> None:
         for listener in self._to:
             listener(reading)
 
 
 def noise_to_signal(optimizer: Any) -> float:
-    """Expected norm of the step's noise over the norm of the gradient that it released.
+    """Return the expected norm of the step's noise over the norm of the released gradient.
 
-    1 says that the step is nothing but noise; NaN where parameters are spread over ranks, or before a
-    step. Of what is released, so private. To be asked in a step hook, as `Monitor` does: later on
-    a noise schedule, or a `noise_multiplier` that was set, tells of the next step's noise.
+    A value of 1 means that the step is nothing but noise. It is NaN if parameters are sharded, or before
+    a step. It follows from the release, so it is private. Call it in a step hook, as `Monitor` does.
+    Later a noise schedule, or a changed `noise_multiplier`, gives the next step's noise.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
                  if p.requires_grad and p.grad is not None]  # fmt: skip
@@ -122,7 +123,7 @@ def noise_to_signal(optimizer: Any) -> float:
 
 
 def tensorboard(writer: Any) -> Callable[[Reading], None]:
-    """Write readings to a SummaryWriter, under "private/" or "not private/"."""
+    """Return a function that writes readings to a SummaryWriter, as "private/" or "not private/"."""
 
     def write(reading: Reading) -> None:
         kind = "private" if reading.private else "not private"
@@ -132,9 +133,9 @@ def tensorboard(writer: Any) -> Callable[[Reading], None]:
 
 
 def spending(engine: Any, delta: float) -> list[tuple[int, float]]:
-    """(steps recorded, epsilon) from the first step to the last, at most `POINTS` of them.
+    """Return (steps recorded, epsilon) from the first step to the last, at most `POINTS` pairs.
 
-    As the ledger counts steps: without Poisson sampling a pass over the data is one.
+    Steps are those of the ledger. Without Poisson sampling, a pass over the data is one step.
 
     Raises:
         ArgumentError: before the first step, or for a delta outside (0, 1).
@@ -142,14 +143,18 @@ def spending(engine: Any, delta: float) -> list[tuple[int, float]]:
     history = list(engine.accountant.history)
     total = sum(int(steps) for *_, steps in history)
     if total == 0:
-        raise ArgumentError("the engine has taken no step yet: there is nothing to draw")
+        raise ArgumentError(
+            "The engine has taken no step yet, so it has no privacy cost to plot. Train at least one "
+            "step first.",
+            doc="privacy-budget",
+        )
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)})
     name = engine.accountant.mechanism()
     return [(mark, epsilon(_first(history, mark), delta, name)) for mark in marks]
 
 
 def _first(history: Sequence[tuple[float, Any, int]], steps: int) -> list[tuple[float, Any, int]]:
-    """The history of the first so many steps."""
+    """Return the history of the first `steps` steps."""
     found, left = [], steps
     for sigma, rate, count in history:
         if left <= 0:
@@ -160,15 +165,15 @@ def _first(history: Sequence[tuple[float, Any, int]], steps: int) -> list[tuple[
 
 
 def plot_privacy(engine: Any, *, delta: float, budget: float | None = None) -> Figure:
-    """Epsilon over the steps that an engine has recorded (see `spending`), and what is left of a budget.
+    """Plot epsilon over the recorded steps of an engine (see `spending`), and the rest of a budget.
 
     Args:
-        engine: whose ledger is drawn.
+        engine: the engine, whose ledger is plotted.
         delta: in (0, 1).
-        budget: epsilon that was promised; None draws none.
+        budget: the promised epsilon. None plots no budget.
 
     Returns:
-        A figure of matplotlib: `.savefig(path)`.
+        A matplotlib figure, for `.savefig(path)`.
 
     Raises:
         ArgumentError: before the first step, for values out of range, or without matplotlib.
@@ -176,7 +181,10 @@ def plot_privacy(engine: Any, *, delta: float, budget: float | None = None) -> F
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ArgumentError("plot_privacy needs matplotlib: pip install matplotlib") from error
+        raise ArgumentError(
+            "plot_privacy needs matplotlib, which is not installed. Run pip install matplotlib.",
+            doc="missing-libraries",
+        ) from error
     if budget is not None:
         budget = positive("budget", budget)
     points = spending(engine, delta)

@@ -1,4 +1,4 @@
-"""Privacy accounting: shares of a step's noise, planned runs, hyperparameter searches.
+"""Privacy accounting: the split of a step's noise, planned runs, and hyperparameter searches.
 
 `python -m fastclip.accounting` prints the forecast of a run.
 """

@@ -1,4 +1,4 @@
-"""The forecast of a private run: `python -m fastclip.accounting --samples 60000 ...`."""
+"""Command for the forecast of a private run: `python -m fastclip.accounting --samples 60000 ...`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STAGES = 3
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """Return the parser of the command."""
     command = argparse.ArgumentParser(
         prog="python -m fastclip.accounting",
         description="Noise and epsilon of a planned private run, stage by stage. The sample rate "
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-batch-size",
         type=int,
         metavar="M",
-        help="draws of more rows are cut to a random M; --accountant pld knows what that costs",
+        help="larger sampled batches are truncated to M random samples; needs --accountant pld",
     )
     length = command.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=float, help="length as passes of 1 / q steps")
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         "--accountant",
         choices=("prv", "pld", "rdp", "gdp"),
         default="prv",
-        help="whose epsilon is the total and the target's (%(default)s)",
+        help="accountant of the total and the target (%(default)s)",
     )
     _add_schedule(add)
     _add_questions(add)
@@ -89,13 +89,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_schedule(add: Callable[..., Any]) -> None:
-    """Arguments of the noise of each step."""
-    add("--schedule", choices=SCHEDULES, default="constant", help="of the noise (%(default)s)")
-    add("--stages", type=int, help=f"of any schedule but the constant one ({STAGES})")
-    add("--noise-decay", type=float, help="of staged and step")
-    add("--length-decay", type=float, help="of staged")
-    add("--final-noise", type=float, help="of linear: last sigma / first sigma")
-    add("--rate", type=float, help="of exponential and time")
+    """Add the arguments for the noise of each step."""
+    add("--schedule", choices=SCHEDULES, default="constant", help="noise schedule (%(default)s)")
+    add("--stages", type=int, help=f"for any schedule except the constant one ({STAGES})")
+    add("--noise-decay", type=float, help="for staged and step")
+    add("--length-decay", type=float, help="for staged")
+    add("--final-noise", type=float, help="for linear: last sigma / first sigma")
+    add("--rate", type=float, help="for exponential and time")
     add(
         "--count-noise-ratio",
         type=float,
@@ -105,12 +105,12 @@ def _add_schedule(add: Callable[..., Any]) -> None:
 
 
 def _add_questions(add: Callable[..., Any]) -> None:
-    """Arguments of what else is asked: a search, an attack, and in which form."""
+    """Add the arguments for a hyperparameter search, an attack, and the form of the output."""
     add("--trials", type=float, metavar="MEAN", help="expected number of runs of a private search")
     add(
         "--trials-distribution",
         choices=("tnb", "poisson"),
-        help="of their number: truncated negative binomial (default) or Poisson",
+        help="distribution of their number: truncated negative binomial (default) or Poisson",
     )
     add("--eta", type=float, help="shape of tnb: 0 logarithmic (default), 1 geometric")
     add(
@@ -118,19 +118,19 @@ def _add_questions(add: Callable[..., Any]) -> None:
         type=float,
         nargs="*",
         metavar="RATE",
-        help="what an attacker can do at most: mu of Gaussian DP, and true-positive rates at these "
-        f"false-positive rates ({' '.join(f'{rate:g}' for rate in RATES)}); by pld where "
+        help="bounds on any attack: mu of Gaussian DP, and true-positive rates at these "
+        f"false-positive rates ({' '.join(f'{rate:g}' for rate in RATES)}), by pld if "
         "dp-accounting is installed, else by rdp",
     )
-    add("--picture", metavar="FILE.png", help="draw the best attack (matplotlib); implies --attack")
+    add("--picture", metavar="FILE.png", help="plot the best attack (matplotlib), implies --attack")
     add("--json", action="store_true", help="print JSON")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; errors leave by SystemExit(2) with one sentence.
+    """Run the command. Errors exit by SystemExit(2) with their message.
 
     Args:
-        argv: arguments; None for those of the process.
+        argv: arguments. None for those of the process.
 
     Returns:
         0.
@@ -148,15 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error(str(error))
     if delta >= 1 / given.samples:
         print(
-            f"warning: delta = {delta:g} is at least 1 / N = {1 / given.samples:.3g}, which allows a "
-            "run that publishes one whole sample: choose a smaller --delta",
+            f"warning: delta = {delta:g} is at least 1 / N = {1 / given.samples:.3g}, so a run may "
+            "publish one whole sample. Choose a smaller --delta.",
             file=sys.stderr,
         )
     if given.json:
         attack = best.as_json() if best else None
         print(json.dumps({**planned.as_json(), "attack": attack}, indent=2, allow_nan=False))
         return 0
-    cut = "" if given.max_batch_size is None else f", at most {given.max_batch_size} rows"
+    cut = "" if given.max_batch_size is None else f", at most {given.max_batch_size} samples"
     sizes = f"N = {given.samples}, B = {given.batch_size}{cut}"
     print(f"{sizes}, q = B / N = {probability(rate):.6g}", end="")
     print(f" (Opacus' loader: 1 / {math.ceil(given.samples / given.batch_size)})\n")
@@ -167,25 +167,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rate(given: argparse.Namespace) -> Rate:
-    """The sampling rate q = B / N, of draws that may be cut."""
+    """Return the sampling rate q = B / N, of sampled batches that may be truncated."""
     samples = whole("--samples", given.samples, 1)
     batch = whole("--batch-size", given.batch_size, 1)
     if batch > samples:
-        raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}")
+        raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}.")
     if given.max_batch_size is None:
         return batch / samples
     most = whole("--max-batch-size", given.max_batch_size, 1)
     cut = TruncatedPoisson(batch / samples, samples, most)
     if given.trials is not None:
         raise ArgumentError(
-            "--trials prices a search by Renyi divergences, of which none is known for draws "
-            "that are cut; omit --max-batch-size"
+            "--trials computes the cost of a search from Renyi divergences, and none is known for "
+            "truncated batches. Omit --max-batch-size.",
+            doc="unsupported-options",
         )
     return cut
 
 
 def _answer(given: argparse.Namespace, rate: Rate, delta: float) -> tuple[Forecast, Attack | None]:
-    """The planned run, and what an attacker can do if that is asked for."""
+    """Return the planned run, and the bounds on an attack if they are requested."""
     steps = planned_steps(rate, given.epochs, given.steps)
     schedule, trials = _schedule(given, steps), _trials(given)
     if given.epsilon is None:
@@ -209,10 +210,10 @@ def _schedule(given: argparse.Namespace, steps: int) -> NoiseSchedule:
     build, options = SCHEDULES[given.schedule]
     for name in SCHEDULE_OPTIONS:
         if name not in options and getattr(given, name) is not None:
-            owners = [kind for kind, (_, its) in SCHEDULES.items() if name in its]
+            kinds = [kind for kind, (_, its) in SCHEDULES.items() if name in its]
             raise ArgumentError(
-                f"--{name.replace('_', '-')} belongs to --schedule {' or '.join(owners)}, "
-                f"got --schedule {given.schedule}"
+                f"--{name.replace('_', '-')} expects --schedule {' or '.join(kinds)}, "
+                f"got --schedule {given.schedule}."
             )
     if not options:
         return build()
@@ -228,12 +229,12 @@ def _trials(given: argparse.Namespace) -> Trials | None:
     if given.trials is None:
         if given.eta is not None or given.trials_distribution is not None:
             raise ArgumentError(
-                "--eta and --trials-distribution describe --trials, which is missing"
+                "--eta and --trials-distribution expect --trials, which is missing. Add --trials MEAN."
             )
         return None
     if given.trials_distribution == "poisson":
         if given.eta is not None:
-            raise ArgumentError("--eta belongs to --trials-distribution tnb, got poisson")
+            raise ArgumentError("--eta expects --trials-distribution tnb, got poisson.")
         return Poisson(given.trials)
     eta = 0.0 if given.eta is None else given.eta
     return TruncatedNegativeBinomial.from_mean(given.trials, eta)

@@ -1,7 +1,7 @@
-"""What the best attacker can do at this epsilon: the trade-off of its errors, and a picture.
+"""Bounds on membership inference for a private run: the trade-off of errors, and a plot.
 
-The attacker knows every row but one, sees everything that is released, and says whether that row is in
-("membership inference"). No test can do better than what is stated here, whatever it computes.
+The attacker knows every sample except one, sees everything that is released, and decides whether that
+sample was in the data. No test can exceed the bounds stated here.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from fastclip.core.checks import between
 from fastclip.errors import ArgumentError
 
 RATES = (0.001, 0.01, 0.1)
-"""False-positive rates that are asked for by default."""
+"""Default false-positive rates."""
 _LEAST = 1e-9
 """The smallest delta of the curve."""
 _LARGEST = 500.0
-"""The largest epsilon of the curve: exp of it is still a number."""
+"""The largest epsilon of the curve, whose exponential is still finite."""
 _ERROR = 0.05
 """eps_error of the curve by "pld"."""
 _POINTS, _FEW = 1000, 25
-"""Points of a curve that is known everywhere, and of one that an accountant is asked for."""
+"""Points of a curve that is known everywhere, and of one that needs an accountant per point."""
 
 
 class TradeOff:
-    """An upper bound on any attacker's true-positive rate, by the false-positive rate.
+    """An upper bound on any attacker's true-positive rate as a function of the false-positive rate.
 
     A run that is (epsilon, delta)-DP allows at most min(delta + e^epsilon a,
-    1 - e^-epsilon (1 - delta - a)) at the false-positive rate a, whichever of two neighbors is the
-    true one; so does the least of these over many epsilons.
+    1 - e^-epsilon (1 - delta - a)) at the false-positive rate a, for either of two neighbors. The least
+    of these bounds over many epsilons holds as well.
 
     Source: Wasserman and Zhou 2010; Dong, Roth and Su 2019 (Proposition 2.5).
 
     Args:
-        curve: (epsilon, delta) pairs that the run keeps, any number of them.
+        curve: any number of (epsilon, delta) pairs that hold for the run.
     """
 
     def __init__(self, curve: Sequence[tuple[float, float]]) -> None:
@@ -62,13 +62,13 @@ class TradeOff:
         return -math.expm1(-spent) + math.exp(-spent) * delta
 
     def __call__(self, rates: Any) -> np.ndarray:
-        """The largest true-positive rates at these false-positive rates, of their shape."""
+        """Return the largest true-positive rates at these false-positive rates, of their shape."""
         rates = np.asarray(rates, dtype=float)
         slopes, starts = (np.array(part) for part in zip(*self.lines, strict=True))
         return (rates[..., None] * slopes + starts).min(-1).clip(0, 1)
 
     def corners(self) -> np.ndarray:
-        """False-positive rates in (0, 1) between which the bound is linear, ascending."""
+        """Return the false-positive rates in (0, 1) between which the bound is linear, ascending."""
         found = [
             (start - before) / (slope - flatter)
             for (slope, before), (flatter, start) in zip(self.lines, self.lines[1:], strict=False)
@@ -76,10 +76,10 @@ class TradeOff:
         return np.array([rate for rate in found if 0 < rate < 1])
 
     def mu(self, margin: float) -> float:
-        """The least mu for which the bound is at most that of mu-Gaussian DP, and `margin` more.
+        """Return the least mu for which the bound is at most that of mu-Gaussian DP plus `margin`.
 
-        The bound is linear between its corners and that of the Gaussian mechanism is concave, so
-        that they differ most at a corner.
+        The bound is linear between its corners and that of the Gaussian mechanism is concave. They
+        therefore differ most at a corner.
         """
         rates = self.corners()
         above = self(rates) - margin
@@ -91,15 +91,17 @@ class TradeOff:
 
 
 class Attack(NamedTuple):
-    """Upper bounds on what any attacker can do with everything that a run releases.
+    """Upper bounds on any attack that uses everything a run releases.
 
-    mu: the run is as private as one Gaussian mechanism of noise multiplier 1 / mu (mu-Gaussian DP),
-        but for `delta`: no true-positive rate exceeds Phi(Phi^-1(a) + mu) + delta. It is not the mu
-        of the central limit theorem, which can be too small.
-    true_positive_rates: by false-positive rate.
-    advantage: the most by which the true-positive rate exceeds the false-positive rate.
-    accountant: whose (epsilon, delta) curve it comes from. delta: as above.
-    trade_off: the whole curve.
+    Attributes:
+        mu: the run is as private as one Gaussian mechanism of noise multiplier 1 / mu (mu-Gaussian DP),
+            except for `delta`. No true-positive rate exceeds Phi(Phi^-1(a) + mu) + delta. This is not
+            the mu of the central limit theorem, which can be too small.
+        true_positive_rates: true-positive rate by false-positive rate.
+        advantage: largest difference of the true-positive and the false-positive rate.
+        accountant: accountant of the (epsilon, delta) curve.
+        delta: the delta of mu.
+        trade_off: the whole curve.
     """
 
     mu: float
@@ -110,7 +112,7 @@ class Attack(NamedTuple):
     trade_off: TradeOff
 
     def as_json(self) -> dict[str, Any]:
-        """All but the curve as plain values; an infinite mu is None."""
+        """Return plain values without the curve. An infinite mu is None."""
         rates = [{"false": rate, "true": power} for rate, power in self.true_positive_rates.items()]
         return {
             "accountant": self.accountant,
@@ -128,17 +130,17 @@ def strongest_attack(
     *,
     accountant: str | None = None,
 ) -> Attack:
-    """What the best attacker can tell of one row.
+    """Bound what the best attacker can learn about the membership of one sample.
 
-    Formal guarantee: upper bounds, as tight as the accountant's curve of epsilons: "pld" to its mesh,
-    over both directions (a row removed, and added); for the neighbors of
-    `fastclip.accounting.epsilon`.
+    Formal guarantee: upper bounds, as tight as the accountant's curve of epsilons, for the neighbors of
+    `fastclip.accounting.epsilon`. "pld" is tight up to its mesh, over both directions (a sample removed,
+    and added).
 
     Args:
         history: (noise multiplier, rate, steps) entries of the run.
-        delta: in (0, 1), of the run's own (epsilon, delta): what mu leaves aside.
+        delta: in (0, 1), delta of the run's own (epsilon, delta), which mu does not cover.
         false_positive_rates: each in (0, 1).
-        accountant: "pld", "prv" or "rdp"; by default "pld", or "rdp" where dp-accounting is missing.
+        accountant: "pld", "prv" or "rdp". By default "pld", or "rdp" if dp-accounting is missing.
 
     Returns:
         mu, true-positive rates, the advantage, and the curve.
@@ -153,11 +155,12 @@ def strongest_attack(
         accountant = "pld" if find_spec("dp_accounting") else "rdp"
     if accountant == "gdp":
         raise ArgumentError(
-            "accountant='gdp' is an approximation and no upper bound on an attacker: use "
-            "accountant='pld', 'prv' or 'rdp'"
+            "accountant='gdp' is an approximation, not an upper bound on an attack. Use "
+            "accountant='pld', 'prv' or 'rdp'.",
+            doc="privacy-budget",
         )
     if accountant not in ("pld", "rdp"):
-        open_accountant(accountant)  # refuses a name that it does not know
+        open_accountant(accountant)  # raises an error for an unknown name
     bound = TradeOff(_curve(checked(history), delta, accountant))
     rates = {rate: float(bound(rate)) for rate in asked}
     corners = np.array([0.0, *bound.corners()])
@@ -166,7 +169,7 @@ def strongest_attack(
 
 
 def _curve(history: History, delta: float, accountant: str) -> list[tuple[float, float]]:
-    """(epsilon, delta) pairs, down to small deltas; the given one among them."""
+    """Return (epsilon, delta) pairs down to small deltas, the given delta among them."""
     if any(sigma == 0 for sigma, _, _ in history):
         return []
     if accountant == "pld" and history:
@@ -191,10 +194,10 @@ def _curve(history: History, delta: float, accountant: str) -> list[tuple[float,
 
 
 def _envelope(lines: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those of the lines that are somewhere the least, by falling slope; `lines` are so sorted."""
+    """Return the lines that are the minimum somewhere, by falling slope, as `lines` are sorted."""
     kept: list[tuple[float, float]] = []
     for slope, start in lines:
-        if kept and kept[-1][0] == slope:  # parallel; the lower one comes last
+        if kept and kept[-1][0] == slope:  # parallel lines, the lower one comes last
             kept.pop()
         while kept and start <= kept[-1][1]:
             kept.pop()
@@ -211,9 +214,9 @@ def _crossing(steep: tuple[float, float], flat: tuple[float, float]) -> float:
 
 
 def in_words(attack: Attack) -> str:
-    """What the numbers mean, for a terminal."""
+    """Explain the numbers as text for a terminal."""
     lines = [
-        f"What any attacker can do who knows all samples but one ({attack.accountant}):",
+        f"Bounds on any attacker who knows all samples except one ({attack.accountant}):",
         *(
             f"  with {100 * rate:g} % false alarms, at most {100 * power:.3g} % of the true samples "
             f"are recognized ({power / rate:.3g} times a guess)"
@@ -221,13 +224,13 @@ def in_words(attack: Attack) -> str:
         ),
         f"  at any rate, at most {100 * attack.advantage:.3g} points more true than false positives",
         f"  mu = {attack.mu:.4f}: no better than against one Gaussian release of noise multiplier "
-        f"1 / mu, but for delta = {attack.delta:.3g}",
+        f"1 / mu, except for delta = {attack.delta:.3g}",
     ]
     return "\n".join(lines)
 
 
 # -------------------------------------------------------------------------------------------------
-# A picture of the best attack on a run; matplotlib draws it.
+# A plot of the best attack on a run, by matplotlib.
 
 
 def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
@@ -235,8 +238,8 @@ def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
 
     Args:
         attack: what `strongest_attack` returned.
-        title: above the picture.
-        path: of the file, with the ending of a format that matplotlib knows.
+        title: title of the plot.
+        path: path of the file, with the ending of a format that matplotlib knows.
 
     Raises:
         ArgumentError: if matplotlib is not installed, or cannot write such a file.
@@ -246,7 +249,8 @@ def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ArgumentError(
-            "--picture needs the library matplotlib, which is not installed: pip install matplotlib"
+            "--picture needs matplotlib, which is not installed. Run pip install matplotlib.",
+            doc="missing-libraries",
         ) from error
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     FigureCanvasAgg(figure)  # no display needed
@@ -275,5 +279,5 @@ def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
     except (OSError, ValueError) as error:
         raise ArgumentError(
             f"--picture expects a file that can be written, such as attack.png, got {str(path)!r} "
-            f"({str(error).splitlines()[0].rstrip('.')})"
+            f"({str(error).splitlines()[0].rstrip('.')})."
         ) from error

@@ -1,4 +1,4 @@
-"""The first step's noise multiplier for a privacy budget, over a whole planned run."""
+"""Calibration of the first step's noise multiplier to the privacy budget of a planned run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fastclip.errors import ArgumentError
 
 _CONSTANT = ConstantNoise()
 _FIRST, _LARGEST = 20.0, 1e6
-"""Where the search starts and ends, of the least multiplier of the run, as in Opacus."""
+"""Start and end of the search for the least multiplier of the run, as in Opacus."""
 _HALVINGS = 100
 _SHARE = 0.01
-"""Of the target, that epsilon may stay below it however large the tolerance is."""
+"""Largest share of the target by which epsilon may stay below it, for any tolerance."""
 
 
 def find_noise_multiplier(
@@ -40,29 +40,29 @@ def find_noise_multiplier(
     reserved: History = (),
     **options: Any,
 ) -> float:
-    """sigma_1 for which a planned run of `steps` steps spends its privacy budget.
+    """Find sigma_1 for which a planned run of `steps` steps spends its privacy budget.
 
     Formal guarantee: the run with this sigma_1, this schedule and this length is
     (target_epsilon, target_delta)-DP by `accountant`, under Poisson sampling and for the neighbors
-    of `fastclip.accounting.epsilon`. A run that stops early or goes on spends
-    less or more; the schedule's own planned length does not enter.
+    of `fastclip.accounting.epsilon`. A shorter run spends less, and a longer one more. The schedule's
+    own planned length is not used.
 
     Args:
-        target_epsilon: the budget.
-        target_delta: the budget.
-        sample_rate: q in (0, 1]; Opacus uses 1 / len(data_loader). Or a TruncatedPoisson.
+        target_epsilon: epsilon of the budget.
+        target_delta: delta of the budget.
+        sample_rate: q in (0, 1], which is 1 / len(data_loader) in Opacus, or a TruncatedPoisson.
         epochs: length in passes over the data, `steps_of(sample_rate, epochs)` steps.
-        steps: length in real steps; give either.
-        schedule: how the multiplier changes during the run.
-        accountant: "prv", "pld" or "rdp"; "gdp" for constant noise.
-        epsilon_tolerance: how far below the target epsilon may stay; at most 1 % of the target.
+        steps: length in real steps. Pass either epochs or steps.
+        schedule: schedule of the noise multiplier during the run.
+        accountant: "prv", "pld" or "rdp", or "gdp" for constant noise.
+        epsilon_tolerance: how far below the target epsilon may stay, at most 1 % of the target.
         reserved: (noise multiplier, sample rate, steps) of other releases that the budget has to cover,
-            such as counts of the training set; their noise does not change.
-        options: of the accountant (`eps_error`, `delta_error`; `alphas`).
+            such as counts of the training set. Their noise is fixed.
+        options: options of the accountant (`eps_error`, `delta_error`; `alphas`).
 
     Returns:
         sigma_1 with target_epsilon - epsilon_tolerance <= epsilon <= target_epsilon. For constant
-        noise and an equal tolerance it is opacus.accountants.utils.get_noise_multiplier's, if both
+        noise and an equal tolerance it equals opacus.accountants.utils.get_noise_multiplier, if both
         find the same epsilons. If epsilon jumps past that interval, the smallest sigma_1 found that
         keeps the budget.
 
@@ -76,8 +76,9 @@ def find_noise_multiplier(
     factors = [factor for factor, _, _ in unit]
     if not min(factors) > 0:
         raise ArgumentError(
-            "the schedule's noise falls to 0 during the run, so that no target_epsilon can be "
-            "reached: let it decay more slowly"
+            "The schedule's noise falls to 0 during the run, so no noise multiplier reaches "
+            "target_epsilon. Choose a schedule that decays more slowly.",
+            doc="privacy-budget",
         )
     open_accountant(accountant)
     check_not_truncated(unit, accountant)
@@ -87,7 +88,7 @@ def find_noise_multiplier(
         check_constant_noise([*unit, *others])
 
     def spent(least: float) -> float:
-        """Epsilon at the run's least multiplier; inf where the accountant gives up: too little noise."""
+        """Return epsilon at the run's least multiplier, or inf if the accountant fails on it."""
         scaled = [(least * (factor / min(factors)), rate, length) for factor, rate, length in unit]
         try:
             with quiet_orders():
@@ -97,38 +98,39 @@ def find_noise_multiplier(
 
     if others and not epsilon(others, delta, accountant, **options) < target:
         raise ArgumentError(
-            f"the counts that are reserved spend target_epsilon={target:g} or more alone, and nothing "
-            "is left for training. Raise their noise_multiplier, or reserve fewer"
+            f"The reserved counts alone spend target_epsilon={target:g} or more, and nothing is left "
+            "for training. Raise their noise_multiplier, or reserve fewer counts.",
+            doc="privacy-budget",
         )
     return _search(spent, target, min(tolerance, _SHARE * target), accountant) / min(factors)
 
 
 def steps_of(rate: float, epochs: float = 1) -> int:
-    """Steps in `epochs` passes at sampling rate q: a pass is 1 / q steps, to the nearest integer.
+    """Return the steps in `epochs` passes at sampling rate q. A pass is 1 / q steps, rounded.
 
-    The samplers take exactly as many and budgets are planned for as many. (The floor of 1 / q loses a
-    step for some loader lengths n, since 1 / (1 / 49) is below 49; the ceiling adds one for others.)
+    The samplers and the budgets use the same number. The floor of 1 / q loses a step for some loader
+    lengths n, because 1 / (1 / 49) is below 49 in floating point. The ceiling adds one for others.
 
     Args:
         rate: q, in (0, 1].
-        epochs: passes, 0 or more; a fraction of a step counts as a step.
+        epochs: passes, 0 or more. A fraction of a step counts as a step.
     """
     return in_passes(max(1, round(1 / rate)), epochs)
 
 
 def in_passes(steps: int, epochs: float) -> int:
-    """Steps of `epochs` passes of so many."""
+    """Return the steps of `epochs` passes of `steps` steps each."""
     return math.ceil(epochs * steps)  # no tolerance: transformers' Trainer rounds the same product
 
 
 def planned_steps(sample_rate: Rate, epochs: float | None, steps: int | None) -> int:
-    """Real steps of a run given by exactly one of its lengths.
+    """Return the real steps of a run from either epochs or steps.
 
     Raises:
-        ArgumentError: if both or none is given, or it is not positive.
+        ArgumentError: if both or none is given, or if it is not positive.
     """
     if (epochs is None) == (steps is None):
-        raise ArgumentError(f"give either epochs or steps, got epochs={epochs}, steps={steps}")
+        raise ArgumentError(f"Expected either epochs or steps, got epochs={epochs}, steps={steps}.")
     if steps is not None:
         return whole("steps", steps, 1)
     rate = probability(checked_rate(sample_rate))
@@ -138,7 +140,7 @@ def planned_steps(sample_rate: Rate, epochs: float | None, steps: int | None) ->
 def _search(
     spent: Callable[[float], float], target: float, tolerance: float, accountant: str
 ) -> float:
-    """Opacus' bisection; the answer is a sigma that was evaluated, so `spent` need not be monotone."""
+    """Bisect as Opacus does. The result was evaluated itself, so `spent` need not be monotone."""
     low, high, reached = 0.0, _FIRST, spent(_FIRST)
     while reached > target:
         if high > _LARGEST:
@@ -158,9 +160,10 @@ def _search(
 
 
 def _unreachable(target: float, accountant: str, reached: float, sigma: float) -> ArgumentError:
-    other = " use accountant='prv'," if accountant == "rdp" else ""
+    other = ", or use accountant='prv'" if accountant == "rdp" else ""
     return ArgumentError(
-        f"no noise multiplier reaches target_epsilon={target:g} ({accountant!r} still finds "
-        f"{reached:.3g} at {sigma:.3g}):{other} raise target_epsilon or target_delta, or plan fewer "
-        "steps"
+        f"No noise multiplier reaches target_epsilon={target:g} ({accountant!r} still finds "
+        f"{reached:.3g} at {sigma:.3g}). Raise target_epsilon or target_delta, or plan fewer "
+        f"steps{other}.",
+        doc="privacy-budget",
     )

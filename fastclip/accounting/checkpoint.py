@@ -1,4 +1,4 @@
-"""A run's checkpoint: as a file without code in it, and as torch.distributed.checkpoint saves it."""
+"""Checkpoints of a run, as a file without code, and for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, say
 
 _ACCOUNTANT, _MODULE = "privacy_accountant_state_dict", "module_state_dict"
 _FOLDER = 0x10
-"""Among the attributes of an archive's entry, which no checksum is over."""
+"""Folder bit of an archive entry's attributes, which no checksum covers."""
 KEY = "fastclip_checkpoint"
 FORMAT = 1
-"""Of the files that are written. 0, without a stamp: of fastclip before there was one, and Opacus'."""
+"""Format of files that are written. Files without a stamp (0) are Opacus' or of older fastclip."""
 
 
 def stamp() -> dict[str, Any]:
-    """What a file says of itself."""
+    """Return the stamp of a file, its format and PyTorch version."""
     return {"format": FORMAT, "torch": str(torch.__version__)}
 
 
@@ -47,7 +47,7 @@ def save_checkpoint(
     module_state_dict_kwargs: Mapping[str, Any] | None = None,
     torch_save_kwargs: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """`FastPrivacyEngine.save_checkpoint`; `writes`: this process writes what all ranks have."""
+    """Implement `FastPrivacyEngine.save_checkpoint`. If `writes`, this process writes the file."""
     module = model_of(module)
     model, options = as_alone(module), dict(module_state_dict_kwargs or {})
     if is_sharded(module):
@@ -78,29 +78,33 @@ def load_checkpoint(
     module_load_dict_kwargs: Mapping[str, Any] | None = None,
     torch_load_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """`FastPrivacyEngine.load_checkpoint`: go on from a file of `save_checkpoint`, or Opacus'."""
+    """Implement `FastPrivacyEngine.load_checkpoint`, for files of `save_checkpoint` or of Opacus."""
     saved = read_checkpoint(path, torch_load_kwargs or {})
     if _ACCOUNTANT not in saved:
         raise ArgumentError(
-            f"the checkpoint holds no {_ACCOUNTANT}, so what its run has spent is not known; load "
-            "one that engine.save_checkpoint wrote"
+            f"The checkpoint holds no {_ACCOUNTANT}, so the privacy spent by its run is unknown. Load a "
+            "file that engine.save_checkpoint wrote.",
+            doc="checkpoints",
         )
     if _MODULE not in saved:
         raise ArgumentError(
-            f"the checkpoint holds no {_MODULE}, and nothing was loaded; load one that "
-            "engine.save_checkpoint wrote"
+            f"The checkpoint holds no {_MODULE}, and nothing was loaded. Load a file that "
+            "engine.save_checkpoint wrote.",
+            doc="checkpoints",
         )
-    # First: a module that fails halfway has got some of the weights.
+    # The ledger comes first, because a module that fails halfway has already loaded some weights.
     ledger.load_state_dict(saved[_ACCOUNTANT])
     as_alone(model_of(module)).load_state_dict(saved[_MODULE], **(module_load_dict_kwargs or {}))
     state = saved.pop("optimizer_state_dict", {})
     if optimizer is not None and state:
         optimizer_alone(optimizer).load_state_dict(state)
     elif optimizer is not None or state:
-        held, given = "a" if state else "no", "none" if optimizer is None else "one"
+        held, given = ("an", "no") if optimizer is None else ("no", "an")
         say(
-            f"the checkpoint holds {held} state of an optimizer and load_checkpoint got {given}: "
-            "momentum, thresholds and noise schedules go on from where they are"
+            f"The checkpoint holds {held} optimizer state and load_checkpoint got {given} optimizer, so "
+            "momentum, thresholds and noise schedules keep their current values. Pass optimizer= to "
+            "both save_checkpoint and load_checkpoint.",
+            doc="checkpoints",
         )
     schedulers = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
     for name, scheduler in schedulers.items():
@@ -111,15 +115,15 @@ def load_checkpoint(
 
 
 def check_loads(path: Any, begin: int = 0) -> None:
-    """Refuse a file, just written, that `read_checkpoint` would refuse; no tensor is read.
+    """Check that `read_checkpoint` can load a file that was just written, without reading tensors.
 
     Args:
-        path: of a file, or an open one. begin: where it begins in an open one, which must be readable to
-            be looked at.
+        path: path of a file, or an open file. An open file that is not readable is not checked.
+        begin: where the checkpoint begins in an open file.
 
     Raises:
-        ArgumentError: it holds other things than tensors and plain values; what was written into an
-            open file is taken back.
+        ArgumentError: the file holds objects other than tensors and plain values. An open file is
+            truncated to `begin`.
     """
     opened = hasattr(path, "read")
     if opened and not (path.readable() and path.seekable()):
@@ -134,29 +138,32 @@ def check_loads(path: Any, begin: int = 0) -> None:
             path.truncate()
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ArgumentError(
-            "this checkpoint could not be loaded again "
-            f"({found.group(1) if found else _first_line(error)}): it holds other things than "
-            "tensors and plain values; leave them out of checkpoint_dict and of the states of "
-            "optimizer and module, or write them as plain values (vars(options), str(path))"
+            "The checkpoint holds something other than tensors and plain values "
+            f"({found.group(1) if found else _first_line(error)}), so it could not be loaded again. "
+            "Remove it from checkpoint_dict and the saved states, or store it as plain values "
+            "(vars(options), str(path)).",
+            doc="checkpoints",
         ) from error
     if opened:
         path.seek(0, 2)
 
 
 def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file holds, without its stamp; nothing in it is run, unless the caller trusts it.
+    """Return the content of a file without its stamp. No code in it runs, unless the caller allows it.
 
-    Every byte is checked against the file's checksums first: torch.load does not, and a flipped bit of a
-    weight or of a ledger would go unseen.
+    Every byte is first checked against the file's checksums. torch.load does not check them, so a
+    flipped bit of a weight or of a ledger would not be noticed.
 
     Args:
-        path: of a file, or an open one. options: of torch.load, `weights_only=True` if not said.
+        path: path of a file, or an open file.
+        options: options of torch.load, with `weights_only=True` by default.
 
     Raises:
-        ArgumentError: the file is damaged, of a newer format, or holds other things than tensors and
-            plain values. OSError: it is not there or cannot be read.
+        ArgumentError: the file is damaged, of a newer format, or holds objects other than tensors and
+            plain values.
+        OSError: the file does not exist or cannot be read.
     """
-    name = getattr(path, "name", "the checkpoint") if hasattr(path, "read") else str(path)
+    name = getattr(path, "name", "The checkpoint") if hasattr(path, "read") else str(path)
     _check_whole(path, name)
     try:
         saved = torch.load(path, **{"weights_only": True, **options})
@@ -165,27 +172,30 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # It seeks before the begin of a file that lost its end.
+        # torch.load seeks before the beginning of a file that lost its end.
         raise _damaged(name, error) from error
     except pickle.UnpicklingError as error:
         raise ArgumentError(
-            f"{name} is damaged, or holds other things than tensors and plain values, which could run "
-            f"code ({_first_line(error)}); load another checkpoint, or, if you trust whoever wrote it, "
-            "pass torch_load_kwargs={'weights_only': False}"
+            f"{name} is damaged, or holds objects other than tensors and plain values that could run "
+            f"code ({_first_line(error)}). Load another checkpoint, or pass "
+            "torch_load_kwargs={'weights_only': False} if you trust its author.",
+            doc="checkpoints",
         ) from error
     except Exception as error:
         raise _damaged(name, error) from error
     if not isinstance(saved, dict):
         raise ArgumentError(
-            f"{name} holds a {type(saved).__name__}, not a checkpoint; load one that "
-            "engine.save_checkpoint wrote"
+            f"{name} holds a {type(saved).__name__}, not a checkpoint. Load a file that "
+            "engine.save_checkpoint wrote.",
+            doc="checkpoints",
         )
     found = saved.pop(KEY, {"format": 0})
     number = found.get("format") if isinstance(found, Mapping) else None
     if type(number) is not int or number > FORMAT:
         raise ArgumentError(
-            f"{name} is a checkpoint of format {number!r}, and this fastclip reads formats up to "
-            f"{FORMAT}: install the version that wrote it, or a newer one"
+            f"{name} is a checkpoint of format {number!r}, but this fastclip reads formats up to "
+            f"{FORMAT}. Install the version that wrote it, or a newer one.",
+            doc="checkpoints",
         )
     return saved
 
@@ -193,12 +203,12 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 def _check_whole(path: Any, name: str) -> None:
     begin = path.tell() if hasattr(path, "read") else None
     try:
-        if zipfile.is_zipfile(path):  # else torch.load says what is wrong
+        if zipfile.is_zipfile(path):  # otherwise torch.load raises an error
             with zipfile.ZipFile(path) as archive:
                 for entry in archive.infolist():
-                    # torch's reader takes its bytes for none, and leaves the tensor as memory was
+                    # torch's reader would read no bytes and leave the tensor's memory uninitialized
                     if entry.external_attr & _FOLDER and not entry.filename.endswith("/"):
-                        raise ValueError(f"{entry.filename} says that it is a folder")
+                        raise ValueError(f"{entry.filename} is marked as a folder")
                 wrong = archive.testzip()
             if wrong is not None:
                 raise ValueError(f"the checksum of {wrong} is wrong")
@@ -213,8 +223,9 @@ def _check_whole(path: Any, name: str) -> None:
 
 def _damaged(name: str, error: Exception) -> ArgumentError:
     return ArgumentError(
-        f"{name} is damaged ({_first_line(error)}); nothing was loaded: go on from another checkpoint, "
-        "and count the steps that were taken after it"
+        f"{name} is damaged ({_first_line(error)}), and nothing was loaded. Resume from another "
+        "checkpoint, and count the steps that were taken after it.",
+        doc="checkpoints",
     )
 
 
@@ -223,24 +234,26 @@ def _first_line(error: Exception) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# A private run as torch.distributed.checkpoint saves it: each rank writes what it holds.
+# A private run for torch.distributed.checkpoint, where each rank writes its own shards.
 
 
 _MODEL, _OPTIMIZER, _RUN = "model", "optimizer", "run"
 
 
 class RunState(Stateful):
-    """Weights, the inner optimizer's state, thresholds, the step and the ledger.
+    """State of a run: weights, the inner optimizer's state, thresholds, the step and the ledger.
 
     Args:
-        ledger: of the run. module, optimizer: as make_private returned them.
+        ledger: ledger of the run.
+        module: the module that make_private returned.
+        optimizer: the optimizer that make_private returned.
     """
 
     def __init__(self, ledger: Any, module: nn.Module, optimizer: Any) -> None:
         if not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "optimizer expects what make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}."
             )
         model: Any = module._module if isinstance(module, AbstractGradSampleModule) else module
         self._model, self._inner = bare(uncompiled(model)), optimizer.original_optimizer
@@ -263,18 +276,19 @@ class RunState(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The ledger first: a model that fails halfway has got some of the weights.
+        """Load the ledger first, because a model that fails halfway has already loaded some weights.
 
         Raises:
-            ArgumentError: what the run has spent is damaged or not there; nothing is loaded.
+            ArgumentError: the ledger is damaged or missing. Nothing is loaded.
         """
         let_go(self._model)
         saved = state_dict.get(_RUN)
         run = read_checkpoint(io.BytesIO(saved), {}) if isinstance(saved, bytes) else {}
         if not {"ledger", "clipping"} <= run.keys():
             raise ArgumentError(
-                "the checkpoint holds no ledger, so what its run has spent is not known; load one that "
-                "was saved with engine.run_state"
+                "The checkpoint holds no ledger, so the privacy spent by its run is unknown. Load one "
+                "that was saved with engine.run_state.",
+                doc="checkpoints",
             )
         self._ledger.load_state_dict(run["ledger"])
         set_model_state_dict(self._model, state_dict[_MODEL])

@@ -1,8 +1,8 @@
-"""Epsilon of a history of steps, and how a step's noise is shared between gradients and counts.
+"""Epsilon of a history of steps, and the split of a step's noise between gradients and counts.
 
-A history is a list of (noise multiplier, sample rate, number of steps), as Opacus' accountants keep
-it: each step is a Poisson-subsampled Gaussian mechanism, and the entries compose adaptively. In the
-place of a rate may stand a TruncatedPoisson.
+A history is a list of (noise multiplier, sample rate, number of steps), as in Opacus' accountants. Each
+step is a Poisson-subsampled Gaussian mechanism, and the entries compose adaptively. A TruncatedPoisson
+may replace a rate.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fastclip.core.opacus_names import create_accountant
 from fastclip.errors import ArgumentError, FastclipError, StepError
 
 # -------------------------------------------------------------------------------------------------
-# How one step's noise multiplier is shared between the gradients and the counts of a strategy.
+# Split of one step's noise multiplier between the gradients and the counts of a strategy.
 #
 # A step that releases a noisy sum of gradients and noisy counts of the same Poisson sample is one
-# Gaussian mechanism of a composed multiplier, which is what the accountant sees.
+# Gaussian mechanism of a composed multiplier. The accountant records this multiplier.
 #
 # Source: Lemma 3.1 and Theorem 3.2 of Zhao et al. 2025 (bounded adaptive clipping). Every
-# multiplier is in units of its own query's L2 sensitivity; 0 stands for no noise.
+# multiplier is in units of its own query's L2 sensitivity. 0 means no noise.
 
 
 class NoiseLevels(NamedTuple):
-    """Noise multipliers of one step; `counts` is None where nothing is counted."""
+    """Noise multipliers of one step. `counts` is None if nothing is counted."""
 
     total: float
     gradients: float
@@ -43,11 +43,11 @@ class NoiseLevels(NamedTuple):
 
 
 def compose(*sigmas: float) -> float:
-    """Multiplier of the one Gaussian mechanism that equals several on the same sample.
+    """Return the multiplier of the one Gaussian mechanism that equals several on the same sample.
 
-    Formal guarantee: queries of L2 sensitivity 1 answered with noise N(0, sigma_i^2) have exactly
-    the privacy profile of one such query with (sum_i sigma_i^-2)^(-1/2) (Lemma 3.1), also after
-    Poisson sampling when all of them see the same sample (Theorem 3.2).
+    Formal guarantee: several queries of L2 sensitivity 1 with noise N(0, sigma_i^2) have exactly the
+    privacy profile of one such query with (sum_i sigma_i^-2)^(-1/2) (Lemma 3.1). The same holds after
+    Poisson sampling if all of them see the same sampled batch (Theorem 3.2).
 
     Args:
         sigmas: at least one noise multiplier, each positive, or 0 for no noise.
@@ -59,7 +59,7 @@ def compose(*sigmas: float) -> float:
         ArgumentError: if none is given, or one is negative or not finite.
     """
     if not sigmas:
-        raise ArgumentError("compose expects at least one noise multiplier, got none")
+        raise ArgumentError("compose expects at least one noise multiplier, got none.")
     levels = [multiplier("sigma", sigma) for sigma in sigmas]
     least = min(levels)
     if least == 0:
@@ -68,13 +68,13 @@ def compose(*sigmas: float) -> float:
 
 
 def split(sigma: float, count_noise_ratio: float | None) -> NoiseLevels:
-    """Shares of a step's total multiplier when counts get `count_noise_ratio` times more noise.
+    """Split a step's total multiplier when counts get `count_noise_ratio` times more noise.
 
     Formal guarantee: compose(gradients, counts) = sigma, so epsilon is that of sigma alone.
 
     Args:
         sigma: total noise multiplier, or 0.
-        count_noise_ratio: r = sigma_count / sigma_grad; None where nothing is counted.
+        count_noise_ratio: r = sigma_count / sigma_grad; None if nothing is counted.
 
     Returns:
         sigma_grad = sigma * sqrt(1 + 1/r^2) and sigma_count = r * sigma_grad.
@@ -91,16 +91,16 @@ def split(sigma: float, count_noise_ratio: float | None) -> NoiseLevels:
 
 
 def remaining(sigma: float, sigma_count: float) -> float:
-    """Multiplier left for the gradients once the counts were released at `sigma_count`.
+    """Return the multiplier left for the gradients after counts were released at `sigma_count`.
 
     Formal guarantee: compose(remaining(sigma, sigma_count), sigma_count) = sigma.
 
     Args:
         sigma: total noise multiplier of the step, or 0.
-        sigma_count: multiplier the counts were released with.
+        sigma_count: multiplier of the released counts.
 
     Returns:
-        (sigma^-2 - sigma_count^-2)^(-1/2); 0 for a step without noise.
+        (sigma^-2 - sigma_count^-2)^(-1/2), or 0 for a step without noise.
 
     Raises:
         StepError: if the counts alone have already spent the step's share.
@@ -110,15 +110,16 @@ def remaining(sigma: float, sigma_count: float) -> float:
         return 0.0
     if counts <= total:
         raise StepError(
-            f"the counts were released with noise multiplier {counts:g}, which leaves nothing of "
-            f"the step's {total:g} for the gradients: raise count_noise_ratio, or change "
-            "noise_multiplier before the counts of a step are released"
+            f"The counts were released with noise multiplier {counts:g}, which leaves nothing of the "
+            f"step's {total:g} for the gradients. Raise count_noise_ratio, or change noise_multiplier "
+            "before the counts are released.",
+            doc="noise",
         )
     return total / math.sqrt((counts - total) / counts * (1 + total / counts))
 
 
 def multiplier(name: str, value: object) -> float:
-    """`value` as a noise multiplier: a positive finite float, or 0 for no noise."""
+    """Return `value` as a noise multiplier, a positive finite float, or 0 for no noise."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0:
         return 0.0
     return positive(name, value)
@@ -130,12 +131,12 @@ def multiplier(name: str, value: object) -> float:
 def history(
     schedule: NoiseSchedule, noise_multiplier: float, sample_rate: Rate, steps: int
 ) -> list[Entry]:
-    """What an accountant holds after a run of `steps` steps under a noise schedule.
+    """Return the history of an accountant after `steps` steps under a noise schedule.
 
     Args:
         schedule: sigma_t = noise_multiplier * schedule.factor(t).
-        noise_multiplier: sigma_1, the total multiplier of the first step; 0 for no noise.
-        sample_rate: q in (0, 1], the probability of each sample to be in a logical batch; or a
+        noise_multiplier: sigma_1, the total multiplier of the first step, or 0 for no noise.
+        sample_rate: q in (0, 1], the probability of each sample to be in a logical batch, or a
             TruncatedPoisson.
         steps: number of real steps.
 
@@ -152,25 +153,24 @@ def history(
 
 
 def epsilon(history: History, delta: float, accountant: str = "prv", **options: Any) -> float:
-    """Epsilon of a history at `delta`, by one of Opacus' accountants.
+    """Return epsilon of a history at `delta`, by one of Opacus' accountants.
 
     Formal guarantee: the run is (epsilon, delta)-DP for neighbors that differ by one added or
-    removed sample, if every batch is a Poisson sample of its public rate q (where q and B follow
-    from the number of samples: neighbors in which one is zeroed out). "prv" and "pld" are the tight
-    value, rounded up by at most 1 % of it up to 20 and 5 % up to 100; beyond they are upper bounds of
-    which no more is promised. "rdp" is a looser upper bound; "gdp" is an approximation that can be
-    too small.
+    removed sample, if every batch is a Poisson sample of its public rate q. If q and B follow from the
+    number of samples, one sample is zeroed out instead. "prv" and "pld" give the tight value, rounded up
+    by at most 1 % for epsilon up to 20 and 5 % up to 100. Beyond 100 they are upper bounds without a
+    promise of tightness. "rdp" is a looser upper bound. "gdp" is an approximation that can be too small.
 
     Args:
         history: (noise multiplier, sample rate, steps) entries.
         delta: in (0, 1).
         accountant: "prv", "pld" (the same, and through the library dp-accounting also for a
             TruncatedPoisson), "rdp", "gdp" or another mechanism registered with Opacus.
-        options: of the accountant's get_epsilon (`eps_error`, how far above the tight value "prv" and
-            "pld" may be, and `delta_error`; `alphas`).
+        options: options of the accountant's get_epsilon. `eps_error` is how far above the tight value
+            "prv" and "pld" may be. Others are `delta_error` and `alphas`.
 
     Returns:
-        epsilon; 0 for an empty history, inf where a step has no noise.
+        epsilon, 0 for an empty history, or inf if a step has no noise.
 
     Raises:
         ArgumentError: for an unknown accountant, a history it cannot compose, or a failure of its
@@ -182,9 +182,9 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
 
 
 def spent(book: IAccountant, delta: float, **options: Any) -> float:
-    """Epsilon of what an accountant has recorded; guarantee, arguments and errors as of `epsilon`.
+    """Return epsilon of an accountant's recorded steps. Guarantee and errors are those of `epsilon`.
 
-    The accountant is only read: others may record steps meanwhile.
+    The accountant is only read, so other threads may record steps meanwhile.
     """
     delta = between("delta", delta, 0, 1)
     accountant, entries = book.mechanism(), checked(list(book.history))
@@ -193,7 +193,7 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     check_not_truncated(entries, accountant)
     if any(sigma == 0 for sigma, _, _ in entries):
         return math.inf
-    kind = getattr(book, "kept_from", None)  # a ledger's own get_epsilon asks here
+    kind = getattr(book, "kept_from", None)  # a ledger's own get_epsilon calls this function
     book = holding(book, entries, kind)  # "gdp" reads the last one only
     if accountant == "gdp":
         check_constant_noise(entries)
@@ -202,14 +202,14 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     except FastclipError:
         raise
     except (ArithmeticError, RuntimeError, ValueError) as error:
-        raise _numerics(accountant, entries, f"failed with {error}") from error
+        raise _numerics(accountant, entries, f"failed ({error})") from error
     if math.isnan(found):
-        raise _numerics(accountant, entries, "found no number")
+        raise _numerics(accountant, entries, "returned NaN")
     return max(found, 0.0)
 
 
 def _asked(book: IAccountant, entries: list[Entry], delta: float, **options: Any) -> float:
-    """What the accountant says of its history; Opacus' own methods in a faster and safer form."""
+    """Return the accountant's epsilon, with Opacus' own methods in a faster and safer form."""
     for kind, answer in _OWN.items():
         names = ("get_epsilon", "get_privacy_spent")
         if isinstance(book, kind) and all(
@@ -220,7 +220,7 @@ def _asked(book: IAccountant, entries: list[Entry], delta: float, **options: Any
 
 
 def _gdp_epsilon(entries: list[Entry], delta: float, poisson: bool = True, **_: Any) -> float:
-    """Opacus' "gdp", at every size: inf where mu overflows, 0 where delta covers the run."""
+    """Return Opacus' "gdp" epsilon at every size: inf if mu overflows, 0 if delta covers the run."""
     sigma, rate, steps = entries[-1]
     mu_of = compute_mu_poisson if poisson else compute_mu_uniform
     with np.errstate(over="ignore"):
@@ -233,24 +233,24 @@ _OWN: dict[type[IAccountant], Callable[..., float]] = {
     PRVAccountant: numerical_epsilon,
     RDPAccountant: opacus_epsilon,
 }
-"""Accountants of Opacus, and how their epsilon is computed where nobody has overridden it."""
+"""Opacus' accountants, and the functions for their epsilon if no subclass overrides it."""
 
 
 def holding(
     book: IAccountant, entries: list[Entry], kind: type[IAccountant] | None = None
 ) -> IAccountant:
-    """An accountant that is the same but for its history (and class); what it records stays its own."""
+    """Return a copy of an accountant with another history (and class), which records separately."""
     twin: IAccountant = object.__new__(kind or type(book))
     twin.__dict__.update({**book.__dict__, "history": entries})
     return twin
 
 
 def checked(history: History) -> list[Entry]:
-    """Entries in Python's own numbers, adjacent equal ones merged, those of no step left out.
+    """Return entries as Python numbers, with adjacent equal ones merged and empty ones removed.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for an entry of no Gaussian mechanism: a multiplier that is
-            negative or not finite, a rate outside (0, 1], a negative number of steps.
+        ArgumentError, ArgumentTypeError: for a multiplier that is negative or not finite, a rate outside
+            (0, 1], or a negative number of steps.
     """
     entries = (
         (multiplier("noise_multiplier", sigma), checked_rate(rate), whole("steps", steps, 0))
@@ -260,7 +260,7 @@ def checked(history: History) -> list[Entry]:
 
 
 def open_accountant(name: str) -> IAccountant:
-    """A fresh accountant of Opacus.
+    """Create an accountant of Opacus.
 
     Raises:
         ArgumentError: if the name is not registered.
@@ -268,23 +268,24 @@ def open_accountant(name: str) -> IAccountant:
     try:
         return create_accountant(name)
     except ValueError as error:
-        if isinstance(error, FastclipError):  # of a library that is missing
+        if isinstance(error, FastclipError):  # a library is missing
             raise
         raise ArgumentError(
-            f"accountant expects 'prv', 'pld', 'rdp' or 'gdp', got {name!r}"
+            f"accountant expects 'prv', 'pld', 'rdp' or 'gdp', got {name!r}."
         ) from error
 
 
 def check_constant_noise(entries: Sequence[Entry]) -> None:
-    """Opacus' "gdp" reads the last entry only, so it would forget the others.
+    """Check a history for Opacus' "gdp", which reads only the last entry.
 
     Raises:
         ArgumentError: if the noise multiplier or the sample rate changes during the run.
     """
     if len(entries) > 1:
         raise ArgumentError(
-            "accountant='gdp' composes only a constant noise multiplier and sample rate, got "
-            f"{len(entries)} different ones: use accountant='rdp' or 'prv'"
+            "accountant='gdp' expects a constant noise multiplier and sample rate, got "
+            f"{len(entries)} different ones. Use accountant='prv' or 'rdp'.",
+            doc="privacy-budget",
         )
 
 
@@ -292,6 +293,7 @@ def _numerics(accountant: str, entries: Sequence[Entry], what: str) -> ArgumentE
     least = min(sigma for sigma, _, _ in entries)
     other = "" if accountant == "rdp" else ", or accountant='rdp'"
     return ArgumentError(
-        f"the {accountant} accountant {what} for a run whose noise multiplier goes down to "
-        f"{least:.4g}: use more noise{other}"
+        f"The {accountant} accountant {what} for a run whose noise multiplier goes down to "
+        f"{least:.4g}. Use more noise{other}.",
+        doc="privacy-budget",
     )

@@ -1,4 +1,4 @@
-"""What a federated run costs: every client's steps, composed over rounds, per client and in total."""
+"""Privacy accounting of federated runs: clients' steps over rounds, per client and in total."""
 
 from __future__ import annotations
 
@@ -26,43 +26,44 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _PEOPLE = ("disjoint", "shared")
 _SPLIT = "/"
-"""Between client and engine in a file's names; no engine's has one."""
+"""Separates client and engine in a file's names. No engine's name contains it."""
 _RUN = "run "
-"""Before the name that a caller gives to steps that have none."""
+"""Prefix of a name that the caller gives to steps without names."""
 _KNOWN = ("prv", "pld", "rdp", "gdp")
 """Accountants that keep a history of Gaussian mechanisms."""
 
 
 class FederatedLedger:
-    """Composes what clients have trained, over rounds: per client, and in total.
+    """Composes the training steps of clients over rounds, per client and in total.
 
-    Each client trains with an engine of its own: one for all rounds, or a new one each round, in any
-    process. Its accountant's state is recorded when a round ends, before the update leaves the client;
-    or `watch` writes every step down before it is released.
+    Each client trains with its own engine, either one for all rounds or a new one each round, in any
+    process. Record its accountant's state when a round ends, before the update leaves the client.
+    Alternatively, `watch` records every step before it is released.
 
-    Steps are told apart by the names that the engine's accountant gives them. The same state counts
+    Steps are distinguished by the names that the engine's accountant gives them. The same state counts
     once, however often it is recorded. The longer state of one engine replaces the shorter one. A round
-    that is run again by another engine adds up, since both have trained on the data.
+    that another engine repeats adds up, because both have trained on the data.
 
-    Formal guarantee: `get_epsilon(delta, client)` is that of all recorded steps of this client, for
-    neighbors that differ by one added or removed sample (or unit) of its data, if every local model, in
-    every round, is released. `get_epsilon(delta)` is that of the whole run. With people="disjoint" it
-    is the largest of the clients' (parallel composition: one sample is in the data of one client, and
-    all others are the same in both worlds). With people="shared" it is that of all clients' steps
-    together (sequential composition), for neighbors that differ by one sample in the data of each
-    client. Sampling of clients, and secure aggregation, are not counted: they could only lower it.
-    Noisy counts of a client's other data sets (`engine.count`) count as steps on its data. Nothing is
-    known of steps that nobody has recorded.
+    Formal guarantee: `get_epsilon(delta, client)` covers all recorded steps of this client, even if
+    every local model of every round is released. Neighbors differ by one added or removed sample (or
+    unit) of its data. `get_epsilon(delta)` covers the whole run. With people="disjoint" it is the
+    largest epsilon of the clients (parallel composition). One sample is then in the data of one client,
+    and the other clients' data are equal in both neighbors. With people="shared" it covers all clients'
+    steps together (sequential composition), for neighbors that differ by one sample in the data of each
+    client. Sampling of clients and secure aggregation are not counted, and could only lower epsilon.
+    Noisy counts of a client's other data sets (`engine.count`) count as steps on its data. Steps that
+    were not recorded are not covered.
 
     Args:
-        people: "disjoint" if no person's data are held by two clients, "shared" if they may be. Only
-            you know; there is no default.
-        path: of a file, begun or resumed; its folder must exist. None: in memory alone. Each line is on
-            the disk before `record` returns, and sealed with those before it (`WriteAheadLog`).
-        accountant: of the epsilons: "prv", "pld", "rdp" or "gdp".
+        people: "disjoint" if no two clients hold data of one person, "shared" if they may. There is no
+            default, because only you know.
+        path: path of a file, begun or resumed. Its folder must exist. None keeps the ledger in memory.
+            Each line is on the disk before `record` returns, and chained to those before it
+            (`WriteAheadLog`).
+        accountant: accountant of the epsilons, "prv", "pld", "rdp" or "gdp".
 
     Raises:
-        ArgumentError: for another value; the file is damaged, or held by another ledger.
+        ArgumentError: for another value, a damaged file, or a file that another ledger writes to.
 
     Examples:
         >>> ledger = FederatedLedger(people="disjoint", path="rounds.ledger")
@@ -75,13 +76,14 @@ class FederatedLedger:
     ) -> None:
         if people not in _PEOPLE:
             raise ArgumentError(
-                f"people expects 'disjoint' or 'shared', got {people!r}: the total depends on whether a "
-                "person's data may be held by several clients. Pass people='shared' if you do not know."
+                f"people expects 'disjoint' or 'shared', got {people!r}, and the total depends on it. "
+                "Pass people='shared' if several clients may hold the data of one person.",
+                doc="privacy-budget",
             )
-        open_accountant(accountant)  # names the choices, where it is none
+        open_accountant(accountant)  # raises an error for an unknown name
         self.people, self.accountant = people, accountant
         self._steps: dict[str, Segments] = {}
-        """By client."""
+        """Segments by client."""
         self._whom = Protected()
         self._log: WriteAheadLog | None = None
         if path is not None:
@@ -93,18 +95,18 @@ class FederatedLedger:
                 self._steps.setdefault(client, {})[own] = entries
 
     def record(self, client: str | int, state: Any, *, run: str | None = None) -> None:
-        """Count what a client's accountant holds; what is known of it already counts once.
+        """Record the steps of a client's accountant. Steps that are already known count once.
 
         Args:
-            client: its name.
-            state: `engine.accountant.state_dict()`, of this engine or Opacus', or its JSON; or a
+            client: name of the client.
+            state: `engine.accountant.state_dict()` of this engine or Opacus', or its JSON. Or a
                 history, [(noise multiplier, sampling rate, steps), ...].
-            run: what to call the steps of an accountant that has no names (Opacus', a history): one
-                name for each engine. Recorded again under it, the longer history counts.
+            run: name of the steps of an accountant without names (Opacus', or a history), one name for
+                each engine. If it is recorded again, the longer history counts.
 
         Raises:
-            ArgumentError: a damaged state; steps without names and no `run`, or of another client; or
-                they protect another unit (rows, patients). Nothing is counted.
+            ArgumentError: for a damaged state, steps without names and no `run`, steps of another
+                client, or another privacy unit (samples, patients). Nothing is counted.
             StepError: the file cannot be written.
         """
         if isinstance(state, (str, bytes)):
@@ -114,16 +116,18 @@ class FederatedLedger:
         mechanism = state.get("mechanism")
         if mechanism not in _KNOWN:
             raise ArgumentError(
-                f"the state of a client expects one of the accountants {', '.join(_KNOWN)}, got "
-                f"{mechanism!r}, whose steps are not known to compose. Record its history instead."
+                f"The state of a client expects one of the accountants {', '.join(_KNOWN)}, got "
+                f"{mechanism!r}, for which no composition is known. Record its history instead.",
+                doc="privacy-budget",
             )
-        found = read_segments(state, mechanism, f"the accountant's state of client {client!r}")
+        found = read_segments(state, mechanism, f"The accountant's state of client {client!r}")
         if not state.get(NAMED) and joined(found):
             if run is None:
                 raise ArgumentError(
-                    f"the steps of client {client!r} have no names (Opacus' accountant, or a history), "
+                    f"The steps of client {client!r} have no names (Opacus' accountant, or a history), "
                     "so a state that is recorded twice would count twice. Pass run= with a name for "
-                    "each engine."
+                    "each engine.",
+                    doc="privacy-budget",
                 )
             found = {f"{_RUN}{run}": joined(found)}
         whom = protected_by(state, joined(found))
@@ -133,15 +137,17 @@ class FederatedLedger:
         self.add(_name_of(client), found, whom)
 
     def watch(self, client: str | int, engine: Any) -> None:
-        """From now on every step of an engine is counted, and in the file, before it is released.
+        """Record every later step of an engine, also in the file, before it is released.
 
-        For clients that train in this process. A killed round then counts what it has released.
+        Use it for clients that train in this process. A killed round then counts the steps that it
+        released.
 
         Args:
-            client: its name. engine: FastPrivacyEngine that trains on this client's data alone.
+            client: name of the client.
+            engine: FastPrivacyEngine that trains on this client's data only.
 
         Raises:
-            ArgumentError: the engine keeps a file of its own; or as `record`.
+            ArgumentError: the engine has its own ledger file, or as `record`.
             ArgumentTypeError: another kind of engine.
             StepError: the file cannot be written.
         """
@@ -160,45 +166,48 @@ class FederatedLedger:
 
     @property
     def clients(self) -> list[str]:
-        """Those of which steps are recorded, in the order of their first ones."""
+        """Clients with recorded steps, in the order of their first steps."""
         return list(self._steps)
 
     def history(self, client: str | int | None = None) -> list[Entry]:
-        """(noise multiplier, sampling rate, steps) of one client, or of all together.
+        """Return (noise multiplier, sampling rate, steps) of one client, or of all together.
 
         Raises:
-            ArgumentError: nothing is recorded of this client.
+            ArgumentError: the client has no recorded steps.
         """
         if client is None:
             return runs(entry for part in self._steps.values() for entry in joined(part))
         name = _name_of(client)
         if name not in self._steps:
             raise ArgumentError(
-                f"nothing is recorded of client {name!r}, only of {self.clients}. Record the state of "
-                "its accountant first."
+                f"Client {name!r} has no recorded steps (recorded clients are {self.clients}). Record "
+                "the state of its accountant first.",
+                doc="privacy-budget",
             )
         return joined(self._steps[name])
 
     def get_epsilon(self, delta: float, client: str | int | None = None, **options: Any) -> float:
-        """Epsilon of one client's steps, or of the whole run.
+        """Return epsilon of one client's steps, or of the whole run.
 
         Args:
             delta: in (0, 1), smaller than 1 / (samples of the client).
-            client: its name. None: in total, as `people` says.
-            options: of the accountant, as of `fastclip.accounting.epsilon`.
+            client: name of the client. None for the whole run, composed according to `people`.
+            options: options of the accountant, as in `fastclip.accounting.epsilon`.
 
         Raises:
-            ArgumentError: nothing is recorded of this client; a delta out of range; steps that this
+            ArgumentError: for a client without recorded steps, a delta out of range, or steps that this
                 accountant cannot compose.
         """
         if client is None and self.people == "disjoint":
-            each = {tuple(self.history(name)) for name in self.clients}  # equal ones are asked once
+            each = {
+                tuple(self.history(name)) for name in self.clients
+            }  # equal ones are computed once
         else:
             each = {tuple(self.history(client))}
         return max(epsilon(h, delta, self.accountant, **options) for h in each or [()])
 
     def close(self) -> None:
-        """Let another ledger have the file. Nothing can be recorded any more."""
+        """Close the file for other ledgers. Nothing more can be recorded."""
         if self._log is not None:
             self._log.close()
 
@@ -209,11 +218,12 @@ class FederatedLedger:
         self.close()
 
     def add(self, client: str, segments: Segments, whom: Protected) -> None:
-        """Write down and count what is new in these.
+        """Write and count the new steps among these.
 
         Raises:
-            ArgumentError: another client has them, or they do not continue what is recorded, or protect
-                another unit. StepError: the file cannot be written. Nothing is counted.
+            ArgumentError: the steps belong to another client, do not continue the recorded ones, or
+                protect another unit. Nothing is counted.
+            StepError: the file cannot be written. Nothing is counted.
         """
         own = self._steps.get(client, {})
         for name, entries in segments.items():
@@ -222,15 +232,17 @@ class FederatedLedger:
             )
             if holder is not None and not name.startswith(_RUN):
                 raise ArgumentError(
-                    f"steps of client {client!r} are those of client {holder!r} already: one engine, or "
-                    "a copied private model, has trained on the data of both. Give each client an "
-                    "engine, and exchange state_dicts."
+                    f"Steps of client {client!r} are already recorded for client {holder!r}, so one "
+                    "engine or a copied private model trained on the data of both. Give each client an "
+                    "engine, and exchange state_dicts.",
+                    doc="privacy-budget",
                 )
             known = own.get(name, [])
             if remainder(entries, known) is None and remainder(known, entries) is None:
                 raise ArgumentError(
-                    f"the state of client {client!r} does not continue what is recorded of its engine "
-                    f"({name}). Record its history under a run= of its own, so that both count."
+                    f"The state of client {client!r} does not continue the recorded steps of its engine "
+                    f"({name}). Record its history under another run= name to count both.",
+                    doc="privacy-budget",
                 )
         both = self._whom.beside(whom)
         if self._log is not None:
@@ -240,18 +252,18 @@ class FederatedLedger:
             self._steps[client] = union(own, segments)
 
     def add_steps(self, client: str, name: str, entries: Iterable[Entry], whom: Protected) -> None:
-        """Write down and count steps that are about to be released, as `add`."""
+        """Write and count steps that are about to be released, as `add`."""
         known = self._steps.get(client, {}).get(name, [])
         self.add(client, {name: runs([*known, *entries])}, whom)
 
     @property
     def held(self) -> bool:
-        """Steps can be recorded."""
+        """Whether steps can be recorded."""
         return self._log is None or self._log.held
 
 
 class _ClientLog(WriteAheadLog):
-    """Where the engine of one client writes its steps ahead."""
+    """The log to which the engine of one client writes its steps before their release."""
 
     def __init__(self, ledger: FederatedLedger, client: str) -> None:
         self._ledger, self._client, self.ranks = ledger, client, None
@@ -277,19 +289,17 @@ class _ClientLog(WriteAheadLog):
         self._ledger.add(self._client, named, whom)
 
     def close(self) -> None:
-        """The ledger's file stays open for the other clients."""
+        """Do nothing, because the ledger's file stays open for the other clients."""
 
 
 def _named(name: str, line: str) -> str:
-    """The name of steps on one of a client's data sets, which all count as its own."""
+    """Return the name of steps on one of a client's data sets, which all count for the client."""
     return name if line == TRAINING else f"{name} ({line})".replace(_SPLIT, "|")
 
 
 def _name_of(client: str | int) -> str:
     if isinstance(client, bool) or not isinstance(client, (str, int)) or client == "":
-        raise ArgumentTypeError(
-            f"client expects a name, got {client!r}. Pass a string or a number."
-        )
+        raise ArgumentTypeError(f"client expects a nonempty string or a number, got {client!r}.")
     return str(client)
 
 
@@ -298,7 +308,7 @@ def _from_json(text: str | bytes) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ArgumentError(
-            f"the state of a client is no JSON ({error}). Pass "
+            f"The state of a client is not valid JSON ({error}). Pass "
             "json.dumps(engine.accountant.state_dict())."
         ) from None
 
@@ -308,6 +318,6 @@ def _history(entries: Any) -> list[Any]:
         return [(sigma, rate, steps) for sigma, rate, steps in entries]
     except (TypeError, ValueError):
         raise ArgumentTypeError(
-            f"the state of a client expects an accountant's state or a history, got {entries!r}. Pass "
+            f"The state of a client expects an accountant's state or a history, got {entries!r}. Pass "
             "engine.accountant.state_dict()."
         ) from None

@@ -1,4 +1,4 @@
-"""The forecast of a run: its noise and epsilon stage by stage, as numbers and as a table."""
+"""Forecast of a run: its noise and epsilon per stage, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("rdp", "prv")
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps of equal noise, and epsilon at their end by each accountant."""
+    """A stage of equal noise, and epsilon at its end by each accountant."""
 
     steps: int
     noise: NoiseLevels
@@ -28,7 +28,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A planned run; `tuned` is the cost of a hyperparameter search over such runs."""
+    """A planned run. `tuned` is the privacy cost of a hyperparameter search over such runs."""
 
     sample_rate: Rate
     steps: int
@@ -43,7 +43,7 @@ class Forecast:
         return self.stages[-1].epsilon[self.accountant]
 
     def as_json(self) -> dict[str, Any]:
-        """The forecast as plain values; an infinite epsilon is None."""
+        """Return the forecast as plain values. An infinite epsilon is None."""
         return {
             "sample_rate": encoded(self.sample_rate),
             "steps": self.steps,
@@ -75,7 +75,7 @@ def forecast(
     count_noise_ratio: float | None = None,
     trials: Trials | None = None,
 ) -> Forecast:
-    """Noise and epsilon of a run of `steps` >= 1 steps, stage by stage.
+    """Return noise and epsilon of a run of `steps` >= 1 steps, per stage.
 
     Args:
         schedule: as in `history`.
@@ -83,10 +83,10 @@ def forecast(
         sample_rate: as in `history`.
         steps: as in `history`.
         delta: in (0, 1).
-        accountant: whose epsilon is the total; "rdp" and "prv" are computed, too, where they can
-            compose the run (else NaN), unless draws are cut.
+        accountant: accountant of the total. "rdp" and "prv" are computed as well, or NaN if they
+            cannot compose the run. They are left out for truncated batches.
         count_noise_ratio: as in `split`.
-        trials: number of runs of a hyperparameter search; None for a single run.
+        trials: number of runs of a hyperparameter search, or None for a single run.
 
     Raises:
         ArgumentError: for a value out of range, or one that an accountant cannot handle.
@@ -110,7 +110,7 @@ def forecast(
 
 
 def table(planned: Forecast) -> str:
-    """The forecast as text, one row a stage."""
+    """Return the forecast as text, one row per stage."""
     names = list(planned.stages[0].epsilon)
     head = ["stage", "steps", "sigma", "gradients", "counts", *(f"eps ({n})" for n in names)]
     rows = [
@@ -136,7 +136,7 @@ def table(planned: Forecast) -> str:
 
 
 def _spent(entries: Sequence[Entry], delta: float, accountant: str, *, asked: bool) -> float:
-    """Epsilon; NaN where an accountant that was not asked for cannot compose the run."""
+    """Return epsilon, or NaN if an accountant that was not requested cannot compose the run."""
     with quiet_orders():
         try:
             return epsilon(entries, delta, accountant)

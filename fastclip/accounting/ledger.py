@@ -1,4 +1,4 @@
-"""Opacus' accountants that never forget: loading, copying and joining only ever add steps."""
+"""Ledgers: Opacus' accountants to which loading, copying and joining only ever add steps."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.ops.noise import DrawnStates
 
 # -------------------------------------------------------------------------------------------------
-# What a ledger is asked beside its steps: its epsilon, as the engine states it, and its noise.
+# Queries of a ledger in addition to its steps: the epsilon that the engine states, and its noise.
 
 
 class Asked(IAccountant):
-    """A part of `Ledger`."""
+    """Base class of `Ledger` for its epsilon and its noise."""
 
     kept_from: type[IAccountant]
     """The accountant's class before it became a ledger."""
 
     @property
     def drawn(self) -> DrawnStates:
-        """From which states of generators the noise of its steps came, as far as this process knows."""
+        """States of generators from which this process drew the noise of the recorded steps."""
         found: DrawnStates = self.__dict__.setdefault("_drawn", DrawnStates())
         return found
 
 
 def asks_of(kind: type[IAccountant]) -> dict[str, Any]:
-    """`get_epsilon` of a class of accountants, with the guards of `engine.get_epsilon`."""
+    """Return `get_epsilon` for a class of accountants, with the checks of `engine.get_epsilon`."""
 
     @wraps(kind.get_epsilon)
     def get_epsilon(self: IAccountant, delta: float, *args: Any, **options: Any) -> float:
@@ -70,17 +70,17 @@ def asks_of(kind: type[IAccountant]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# A history that others read while steps are recorded: threads, and handlers of signals.
+# A history that threads and signal handlers may read while steps are recorded.
 
 
 class OwnLock:
-    """Of one process: a fork has one of its own, whichever thread of its parent held the other."""
+    """A lock of one process. A fork has its own, even if a thread of its parent held the other."""
 
     def __init__(self) -> None:
         self._of = this_process(), RLock()
 
     def now(self) -> Any:
-        """The lock of this process, to be held in a `with`."""
+        """Return the lock of this process, for a `with` statement."""
         if self._of[0] != this_process():
             self._of = this_process(), RLock()
         return self._of[1]
@@ -90,7 +90,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def undisturbed(method: _Method) -> _Method:
-    """Other threads wait; a signal's handler in this one finds what was recorded so far."""
+    """Make other threads wait. A signal handler in this thread reads the steps recorded so far."""
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,23 +100,23 @@ def undisturbed(method: _Method) -> _Method:
     return cast("_Method", alone)
 
 
-def step_beside(book: IAccountant, above: type, *args: Any, **kwargs: Any) -> Callable[[], None]:
-    """Take a step of the class after `above` beside the history; nothing of `book` changes.
+def step_in_copy(book: IAccountant, above: type, *args: Any, **kwargs: Any) -> Callable[[], None]:
+    """Take a step of the class after `above` in a copy of the history, without changing `book`.
 
-    Opacus' accountants take the last entry away and put it back; a reader in between would miss it.
+    Opacus' accountants remove the last entry and put it back, so a reader in between would miss it.
 
     Returns:
-        What writes the step down, in one assignment.
+        A function that records the step, in one assignment.
     """
     kind: Any = type(book)
     opacus = _is_opacus(kind, above)
-    last = max(len(book.history) - 1, 0) if opacus else 0  # theirs see the last entry only
+    last = max(len(book.history) - 1, 0) if opacus else 0  # Opacus' step reads the last entry only
     twin = holding(book, book.history[last:])
     recorded: Any = super(above, twin)  # type: ignore[arg-type]
     recorded.step(*args, **kwargs)
 
     def write_down() -> None:
-        if not opacus:  # whatever else it keeps
+        if not opacus:  # any other attributes that it keeps
             vars(book).update({**vars(twin), "history": book.history})
         book.history[last:] = twin.history
 
@@ -133,50 +133,52 @@ def _is_opacus(kind: type, above: type) -> bool:
 
 
 class Ledger(Asked):
-    """What `keep_ledger` adds to an accountant: names of its steps (fastclip.accounting.steps).
+    """An accountant whose steps have names (fastclip.accounting.steps), made by `keep_ledger`.
 
-    `history` stays Opacus' list and is what epsilon is computed from. It begins with the steps of
-    other segments (loaded, joined, from before a copy); what follows them was recorded here. Who
-    assigns `history` speaks for it: names that do not fit it any more are dropped, and what follows a
-    history that was cleared or cut has a new one.
+    `history` is Opacus' list, from which epsilon is computed. It begins with the steps of other segments
+    (loaded, joined, or from before a copy), and the steps recorded here follow. An assigned `history` is
+    trusted. Names that no longer fit it are dropped, and steps after a history that was cleared or cut
+    get a new name.
     """
 
     history: list[Entry]
     protected: Protected
-    """Whom all these steps protect."""
+    """The unit that all these steps protect."""
     _others: Segments
     _name: str
     _log: WriteAheadLog | LineLog | NotWritten | None = None
     _recorded: list[Entry]
-    """The history as it was left here: whoever has changed it since speaks for it."""
+    """The history after the last change made here. A later difference was assigned by hand."""
     _names: Names
     _lock: OwnLock
     cuts = 0
-    """How often its history was found cleared, cut or assigned by hand; see `check_cuts`."""
+    """How often the history was cleared, cut or assigned by hand (see `check_cuts`)."""
 
     @undisturbed
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As Opacus, but whole or not at all, for whoever reads it at any moment: it is taken beside.
+        """Record a step, as in Opacus but atomically for concurrent readers.
 
         Raises:
-            ArgumentError: for a truncated draw that this accountant does not know.
-            StepError: its file (`write_ahead`) cannot be written; the step is not recorded.
+            ArgumentError: for a truncated batch that this accountant does not support.
+            StepError: its file (`write_ahead`) cannot be written. The step is not recorded.
         """
         check_not_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
-        if self._names.process != this_process():  # a fork: its parent goes on under the same name
+        if (
+            self._names.process != this_process()
+        ):  # a fork, whose parent continues under the same name
             self._begin(self.segments())
         self.check_cuts()
-        write_down = step_beside(self, Ledger, *args, **kwargs)
+        write_down = step_in_copy(self, Ledger, *args, **kwargs)
         if self._log is not None:
             taken = (kwargs["noise_multiplier"], kwargs["sample_rate"], 1)
             self._log.record(self._name, [taken], self.protected)
         write_down()
-        last = max(len(self._recorded) - 1, 0)  # a step counts up the last entry, or adds one
+        last = max(len(self._recorded) - 1, 0)  # a step increments the last entry, or adds one
         self._recorded[last:] = self.history[last:]
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
-        """Steps of one release are taken inside: on all ranks, and in the file of the first; or not.
+        """Record the steps of one release on all ranks and in the first one's file, or nowhere.
 
         Raises:
             StepError: another rank could not record them.
@@ -194,14 +196,16 @@ class Ledger(Asked):
 
     @undisturbed
     def segments(self) -> Segments:
-        """Every step under the name of the segment that recorded it."""
+        """Return every step under the name of the segment that recorded it."""
         history, others = runs(self.history), joined(self._others)
         own = remainder(history, others)
         if own is None:  # assigned by hand
             self._begin({})
             self.cuts += 1
             own = history
-        elif remainder(history, recorded := runs(self._recorded)) is None:  # cut, or another story
+        elif (
+            remainder(history, recorded := runs(self._recorded)) is None
+        ):  # cut, or another history
             kept = own if remainder(recorded, history) is not None else []
             self._begin({**self._others, self._name: kept} if kept else self._others)
             self.cuts += 1
@@ -210,9 +214,10 @@ class Ledger(Asked):
 
     @undisturbed
     def check_cuts(self) -> int:
-        """`cuts`, once what somebody has put into the history is written to the file, too.
+        """Return `cuts`, after steps that were assigned by hand are written to the file.
 
-        Raises: StepError: it cannot be written.
+        Raises:
+            StepError: the file cannot be written.
         """
         if self.history != self._recorded:
             self._catch_up(self.segments(), self.protected)
@@ -221,14 +226,15 @@ class Ledger(Asked):
 
     @undisturbed
     def join(self, others: Segments, protected: Protected) -> None:
-        """Count these, too; what is known already counts once.
+        """Add these steps. Steps that are already known count once.
 
         Args:
-            protected: whom they protect.
+            others: the segments to add.
+            protected: the unit that they protect.
 
         Raises:
-            ArgumentError: if this accountant cannot compose them, or they protect another unit; it is
-                then as it was.
+            ArgumentError: if this accountant cannot compose them, or if they protect another unit. The
+                ledger is then unchanged.
         """
         merged, whom = self._with(others), self.protected.beside(protected)
         self._catch_up(merged, whom)
@@ -237,10 +243,11 @@ class Ledger(Asked):
 
     @undisturbed
     def count(self, log: WriteAheadLog) -> None:
-        """Count what the file holds, and write what it lacks.
+        """Add the steps of the file, and write the steps that it lacks.
 
         Raises:
-            ArgumentError: as `join`. StepError: it cannot be written.
+            ArgumentError: as `join`.
+            StepError: the file cannot be written.
         """
         self.join(*log.found())
         for name in log.lines:
@@ -251,7 +258,7 @@ class Ledger(Asked):
             log.catch_up(line.segments(), line.protected, name)
 
     def keep_in(self, log: WriteAheadLog | LineLog | NotWritten | None) -> None:
-        """Write every step to this file before it is released; the one before is closed."""
+        """Write every later step to this file before it is released, and close the previous file."""
         if self._log is not None and self._log is not log:
             self._log.close()
         self._log = log
@@ -262,16 +269,16 @@ class Ledger(Asked):
     def lines(self) -> dict[str, Ledger]:
         """Ledgers of people who are not in the training set, each named after a data set.
 
-        Nobody is in two of them, nor in one and the training set.
+        Nobody is in two of them, or in one of them and the training set.
         """
         found: dict[str, Ledger] = self.__dict__.setdefault("_lines", {})
         return found
 
     @undisturbed
     def line(self, name: str) -> Ledger:
-        """That of a data set; it is begun if it is not there.
+        """Return the ledger of a data set, and create it if needed.
 
-        Its steps are Gaussian mechanisms on all of the data (q = 1), of which epsilon has a closed form.
+        Its steps are Gaussian mechanisms on all of the data (q = 1), so epsilon has a closed form.
         """
         if name not in self.lines:
             made = keep_ledger(open_accountant("prv"))
@@ -285,18 +292,20 @@ class Ledger(Asked):
         )
 
     def check_no_file(self) -> None:
-        """Raises: ArgumentError: this ledger is kept in a file."""
+        """Raise an ArgumentError if this ledger writes to a file."""
         if isinstance(self._log, WriteAheadLog) and self._log.held:
             raise ArgumentError(
-                f"this ledger is kept in {self._log.path} already, which would miss what another file "
-                "gets; end it first, by engine.write_ahead(None)"
+                f"This ledger already writes to {self._log.path}, and that file would miss the steps of "
+                "another one. Call engine.write_ahead(None) first.",
+                doc="checkpoints",
             )
 
     def take_over(self, other: Ledger) -> None:
-        """Count what another has recorded, and go on in its file.
+        """Add the steps of another ledger, and continue in its file.
 
         Raises:
-            ArgumentError: as `join`; or both are kept in files. StepError: it cannot be written.
+            ArgumentError: as `join`, or if both write to files.
+            StepError: the file cannot be written.
         """
         if other.log is not None and other.log is not self._log:
             self.check_no_file()
@@ -312,21 +321,23 @@ class Ledger(Asked):
 
     @property
     def log(self) -> WriteAheadLog | LineLog | NotWritten | None:
-        """The file that every step is written to first."""
+        """The file to which every step is written first."""
         return self._log
 
     @undisturbed
     def state_dict(self, destination: Any = None) -> Any:
-        """As Opacus, in plain values, with the names of the steps and a digest of all of it.
+        """Return Opacus' state in plain values, with the names of the steps and a digest.
 
         Raises:
-            ArgumentError: the history holds steps that no run has, which could not be loaded.
+            ArgumentError: the history holds impossible steps, which could not be loaded.
         """
         try:
             check_entries(self.history)
         except ValueError as error:
             raise ArgumentError(
-                f"the accountant's history cannot be saved: {error}; look at what it was given"
+                f"The accountant's history cannot be saved ({error}). Correct the history that was "
+                "assigned to it.",
+                doc="checkpoints",
             ) from None
         state = super().state_dict(destination)
         state.update(history=saved_entries(self.history), mechanism=self.mechanism())
@@ -339,24 +350,24 @@ class Ledger(Asked):
 
     @undisturbed
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, without forgetting what was recorded here.
+        """Continue from `state_dict()`, and keep the steps that were recorded here.
 
-        A checkpoint of the same run adds what is not known yet; steps of another run, of a fork of
-        this one, or without names (plain Opacus) are added whole.
+        A checkpoint of the same run adds the steps that are not known yet. Steps of another run, of a
+        fork of this one, or without names (plain Opacus) are added completely.
 
         Raises:
-            ArgumentError: for a damaged state, that of another mechanism, a union that this accountant
-                cannot compose, or steps that protect another unit; it is then as it was.
+            ArgumentError: for a damaged state, another mechanism, a union that this accountant cannot
+                compose, or steps that protect another unit. The ledger is then unchanged.
         """
-        loaded = read_segments(state_dict, self.mechanism(), "the accountant's state")
+        loaded = read_segments(state_dict, self.mechanism(), "The accountant's state")
         merged = self._with(loaded)
         whom = self.protected.beside(protected_by(state_dict, joined(loaded)))
         lines = lines_of(state_dict)
-        for name in lines.keys() & self.lines.keys():  # all that may be refused is refused first
+        for name in lines.keys() & self.lines.keys():  # everything that can fail comes first
             self.lines[name].protected.beside(lines[name].protected)
         self._catch_up(merged, whom)
         before = self.history
-        try:  # whatever else an accountant of the user's own keeps
+        try:  # other attributes of a user-defined accountant
             super().load_state_dict(to_load(self, {**state_dict, "history": joined(merged)}))
         except BaseException:
             self.history = before
@@ -378,29 +389,29 @@ class Ledger(Asked):
         return merged
 
     def _begin(self, others: Segments) -> None:
-        """What is recorded from now on has a name of its own."""
+        """Begin a segment with a new name."""
         self._others, self._name = others, self._names.new()
         self._recorded = list(self.history)
 
     @undisturbed
     def share_names(self, name: str) -> None:
-        """Ranks that take every step together record it under one name: it counts once.
+        """Record steps that all ranks take together under one name, so they count once.
 
         Args:
-            name: that all of them have been given, and nobody else.
+            name: the name that all these ranks share, and no other process.
         """
         self._names.share(name)
         self._begin(self.segments())
 
     @undisturbed
     def taken_by(self, *, ranks: bool) -> None:
-        """Who takes the next step: all ranks, or this process on a model of its own."""
+        """State whether all ranks take the next step, or this process alone on its own model."""
         if self._names.alone(not ranks):
             self._begin(self.segments())
 
     @undisturbed
     def __reduce__(self) -> Any:
-        """A copy, in this process or another, is a fork: its steps are not those of the original."""
+        """Copy or pickle the ledger as a fork, whose steps are not those of the original."""
         state = {
             **self.__dict__,
             "history": list(self.history),
@@ -414,10 +425,10 @@ class Ledger(Asked):
 
 
 def keep_ledger(accountant: IAccountant) -> Ledger:
-    """The accountant itself, which from now on keeps the names of its steps."""
+    """Turn an accountant into a ledger in place, so it keeps the names of its steps."""
     if isinstance(accountant, Ledger):
         return accountant
-    of: Any = accountant  # mypy knows no class that changes at run time
+    of: Any = accountant  # mypy does not support a class change
     of.__class__ = _kept(of.__class__)
     ledger = cast("Ledger", accountant)
     ledger._lock = OwnLock()
@@ -428,11 +439,11 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
 
 
 def succeeding(accountant: object, before: Ledger | None) -> Ledger:
-    """A ledger of this accountant, if it is one, that goes on from another one (`Ledger.take_over`)."""
+    """Return this accountant as a ledger that continues another one (`Ledger.take_over`)."""
     if not isinstance(accountant, IAccountant):
         raise ArgumentTypeError(
-            f"accountant expects an accountant of Opacus, got {type(accountant).__name__}; take one of "
-            "opacus.accountants.create_accountant"
+            f"accountant expects an accountant of Opacus, got {type(accountant).__name__}. Create one "
+            "with opacus.accountants.create_accountant."
         )
     ledger = keep_ledger(accountant)
     if before is not None and before is not ledger:
@@ -442,14 +453,14 @@ def succeeding(accountant: object, before: Ledger | None) -> Ledger:
 
 
 def lines_of(state: Mapping[str, Any]) -> dict[str, Spent]:
-    """What a saved state says of other data sets.
+    """Return the lines of other data sets in a saved state.
 
     Raises:
-        ArgumentError: it is damaged.
+        ArgumentError: the state is damaged.
     """
     found = {}
     for name, line in (state.get(LINES) or {}).items():
-        segments = read_segments(line, "prv", f"the accountant's state of the data set {name!r}")
+        segments = read_segments(line, "prv", f"The accountant's state of the data set {name!r}")
         found[name] = Spent(segments, protected_by(line, joined(segments)))
     return found
 

@@ -1,4 +1,4 @@
-"""A ledger on disk: every step is there before it is released, whatever becomes of the process."""
+"""A ledger on disk. Every step is in the file before it is released, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fastclip.distributed.ranks import Ranks, together
 from fastclip.errors import ArgumentError, StepError
 
 # -------------------------------------------------------------------------------------------------
-# The lines of a ledger's file: each is sealed with all that came before it.
+# The lines of a ledger's file, each chained to all lines before it.
 #
-# The first line says the format and a random name, under which no other file is chained. Each of
-# the others is a digest, a space and JSON; the digest (SHA-256) is of the digest of the line before
-# it and of this JSON. A line that was changed, lost, doubled or moved so breaks the chain. Lines
-# that are lost from the end, whole, do not: the file alone cannot tell that there were more.
+# The first line holds the format and a random name, which makes the chain unique to this file. Each
+# other line is a digest, a space and JSON. The digest is the SHA-256 of the previous line's digest and
+# this JSON. A line that was changed, lost, repeated or moved therefore breaks the chain. Whole lines
+# lost from the end do not, because the file alone does not show that there were more.
 
 
 _FORMAT = b"fastclip ledger 2 "
@@ -45,63 +45,67 @@ _DIGITS = 64
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds.
+    """The content of a ledger's file.
 
     Args:
-        said: by each line, in order. digest: of the last whole line, b"" in a file without a first one.
-        size: bytes of all whole lines; what lies behind them was half written.
-        open: the last line lacks its end alone, and is counted in `size` without it.
+        values: the JSON value of each line, in order.
+        digest: digest of the last whole line, or b"" in a file without a first line.
+        size: bytes of all whole lines. Bytes behind them were half written.
+        open: whether the last line lacks only its newline. `size` counts it without the newline.
     """
 
-    said: list[dict[str, Any]]
+    values: list[dict[str, Any]]
     digest: bytes
     size: int
     open: bool = False
 
 
 def first_line() -> bytes:
-    """Of a new file."""
+    """Return the first line of a new file."""
     return _FORMAT + os.urandom(16).hex().encode() + b"\n"
 
 
 def digest_of(line: bytes) -> bytes:
-    """What the next line is chained to.
+    """Return the digest to which the next line is chained.
 
     Args:
-        line: whole, with or without its end.
+        line: a whole line, with or without its newline.
     """
     if line.startswith(_FORMAT):
         return hashlib.sha256(line.rstrip(b"\n")).hexdigest().encode()
     return line[:_DIGITS]
 
 
-def sealed(said: dict[str, Any], before: bytes) -> bytes:
-    """A line.
+def sealed(value: dict[str, Any], before: bytes) -> bytes:
+    """Return a line of the file.
 
     Args:
-        said: plain values. before: the digest of the line before it.
+        value: plain values.
+        before: the digest of the line before it.
     """
-    text = json.dumps(said).encode()
+    text = json.dumps(value).encode()
     return _seal(text, before) + b" " + text + b"\n"
 
 
 def read(content: bytes, place: str) -> Content:
-    """What a file says.
+    """Parse the content of a ledger's file.
 
     Args:
-        content: all of it. place: where it comes from, for messages.
+        content: all bytes of the file.
+        place: the path, for messages.
 
     Raises:
-        ArgumentError: it is damaged, or no such file.
+        ArgumentError: the file is damaged, or not a ledger.
     """
     first, *lines = content.split(b"\n")
     if not lines and _may_become_first(first):
         return Content([], b"", 0)
     if not lines or not _FIRST.fullmatch(first):
         raise ArgumentError(
-            f"line 1 of the ledger {place} is damaged, or this is no ledger of this version (which "
-            "begins with 'fastclip ledger 2'), so it is left as it is; restore the file from a copy, or "
-            "name another one and count its steps yourself"
+            f"Line 1 of the ledger {place} is damaged or not of this version ('fastclip ledger 2'), and "
+            "the file is left unchanged. Restore it from a copy, or name another file and count its "
+            "steps yourself.",
+            doc="checkpoints",
         )
     *lines, torn = lines
     digest, found, size = digest_of(first), [], len(first) + 1
@@ -109,14 +113,14 @@ def read(content: bytes, place: str) -> Content:
         found.append(_opened(line, digest, number, place))
         digest, size = digest_of(line), size + len(line) + 1
     if _is_whole(torn, digest) or _is_whole(torn[:-1], digest):
-        # All of it is there, but for its end.
+        # The line is complete except for its newline.
         found.append(_opened(torn, digest, len(lines) + 2, place))
         return Content(found, digest_of(torn), size + len(torn), open=True)
     return Content(found, digest, size)
 
 
 def _may_become_first(text: bytes) -> bool:
-    """The first line of a process that was killed in the middle of it."""
+    """Return whether this is the beginning of a first line, from a process killed while writing it."""
     whole = text + (_FORMAT + b"0" * 32)[len(text) :]
     return _FIRST.fullmatch(whole) is not None
 
@@ -133,45 +137,45 @@ def _is_whole(line: bytes, before: bytes) -> bool:
 def _opened(line: bytes, before: bytes, number: int, place: str) -> dict[str, Any]:
     if not _is_whole(line, before):
         raise ArgumentError(
-            f"line {number} of the ledger {place} is damaged, or does not follow the line before it, so "
-            "what was spent is not known; restore the file from a copy, or name another one and count "
-            "its steps yourself"
+            f"Line {number} of the ledger {place} is damaged or does not follow the line before it, so "
+            "the privacy spent is unknown. Restore the file from a copy, or name another file and count "
+            "its steps yourself.",
+            doc="checkpoints",
         )
-    said: dict[str, Any] = json.loads(line[_DIGITS + 1 :])
-    return said
+    value: dict[str, Any] = json.loads(line[_DIGITS + 1 :])
+    return value
 
 
 # -------------------------------------------------------------------------------------------------
-# A file that one process holds: nobody else writes it, and what was added is on the disk.
+# A file that only one process writes, whose additions are on the disk.
 
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing keeps a second process out
+except ImportError:  # Windows has no lock against a second process
     fcntl = None  # type: ignore[assignment]
 
 _HELD: dict[tuple[int, int], tuple[int, int]] = {}
-"""Device and number of each file that is held -> by whom: its own locks do not keep a process out."""
+"""Device and number of each open file -> its process. A process' locks do not exclude itself."""
 
 
 class LostFile(OSError):
-    """What is under the path is not, or not alone, what this process has written."""
+    """The file under the path is not, or not only, written by this process."""
 
 
 class HeldFile:
-    """A file that only grows, in whole pieces; whatever is found under its path is compared first.
+    """A file that only grows, in whole pieces. The file under its path is checked before each write.
 
-    Formal guarantee: `add` returns when all of it is on the disk (fsync), in the file that the path
-    leads to, behind all that was added before and nothing else. A piece that failed is cut off by the
-    next.
+    Formal guarantee: `add` returns when the whole piece is on the disk (fsync), in the file that the
+    path leads to, after all earlier pieces and nothing else. The next piece overwrites one that failed.
 
     Args:
-        path: of a regular file, which is made if it is not there; its folder must exist. Symbolic links
+        path: path of a regular file, which is created if needed. Its folder must exist. Symbolic links
             are followed, each time.
 
     Raises:
-        ArgumentError: it is no regular file, or is being written by somebody else.
-        OSError: it cannot be opened or made.
+        ArgumentError: the file is not regular, or another engine or process writes to it.
+        OSError: the file cannot be opened or created.
     """
 
     def __init__(self, path: Any) -> None:
@@ -179,38 +183,38 @@ class HeldFile:
         self._file: int | None = None
         self._process = this_process()
         self._unsure = 0
-        """Bytes that may lie behind the end."""
+        """Bytes that may follow the end."""
         self._open()
         self._begun = len(self.content())
         self._end: tuple[int, Any] = self._begun, None
 
     @property
     def size(self) -> int:
-        """Bytes that were added, or found."""
+        """Bytes that were added, or found when the file was opened."""
         return self._end[0]
 
     @property
     def mark(self) -> Any:
-        """Of the piece that was added last."""
+        """Mark of the last piece."""
         return self._end[1]
 
     def content(self) -> bytes:
-        """All of it."""
+        """Return all bytes of the file."""
         assert self._file is not None
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             return file.read()
 
     def cut(self, size: int, mark: Any = None) -> None:
-        """What lies behind `size` goes when something is added; `mark` is of what ends there."""
-        self._unsure += self.size - size  # first: too many do no harm
+        """Drop bytes after `size` at the next addition. `mark` belongs to the piece that ends there."""
+        self._unsure += self.size - size  # comes first, because too many are harmless
         self._end = size, mark
 
     def add(self, piece: bytes, mark: Any) -> None:
-        """Write it to the disk, whole; `mark` goes with it.
+        """Write a whole piece with its `mark` to the disk.
 
         Raises:
-            LostFile, OSError: it could not be written.
+            LostFile, OSError: the piece could not be written.
         """
         self.check()
         assert self._file is not None
@@ -220,15 +224,15 @@ class HeldFile:
         if os.write(self._file, piece) < len(piece):
             raise OSError("no room for a whole line")
         os.fsync(self._file)
-        self._check_place()  # of what has just been written
+        self._check_place()  # the piece may have gone to a replaced file
         self._end = self.size + len(piece), mark
         self._unsure = 0
 
     def check(self) -> None:
-        """The path leads to what this process has written, and nobody else writes it.
+        """Check that the path leads to the file of this process, and that no other writes to it.
 
         Raises:
-            LostFile: it does not, and why.
+            LostFile: otherwise. The message gives the reason.
         """
         if self._process != this_process():
             raise LostFile("this is a fork of the process that opened it")
@@ -238,10 +242,10 @@ class HeldFile:
         if not _lock(self._file):
             raise LostFile("another process has taken it")
         if not self.size <= os.fstat(self._file).st_size <= self.size + self._unsure:
-            raise LostFile("somebody else has written to it")
+            raise LostFile("another program has written to it")
 
     def holds(self) -> bool:
-        """Whether `check` finds nothing."""
+        """Return whether `check` succeeds."""
         try:
             self.check()
         except OSError:
@@ -249,7 +253,7 @@ class HeldFile:
         return True
 
     def close(self) -> None:
-        """Let somebody else write."""
+        """Close the file, so another process can write to it."""
         file, self._file = self._file, None
         if file is not None:
             key = _key(os.fstat(file))
@@ -258,7 +262,7 @@ class HeldFile:
                 del _HELD[key]
 
     def give_up(self) -> None:
-        """Close it; one that was made, or was empty, is so again."""
+        """Close the file. If it was created here or was empty, it is removed or emptied again."""
         if self.holds() and not self._begun:
             assert self._file is not None
             os.ftruncate(self._file, 0)
@@ -276,9 +280,11 @@ class HeldFile:
             found = self.path.stat()
             if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
                 raise ArgumentError(
-                    f"the ledger {self.path} is no regular file, so it would keep nothing; name another"
+                    f"The ledger {self.path} is not a regular file, so it would keep nothing. Name "
+                    "another file.",
+                    doc="checkpoints",
                 )
-            if self._is_held(found):  # perhaps by an engine that nobody has any more
+            if self._is_held(found):  # perhaps by an engine without references
                 gc.collect()
             if self._is_held(found):
                 raise self._taken()
@@ -298,8 +304,9 @@ class HeldFile:
 
     def _taken(self) -> ArgumentError:
         return ArgumentError(
-            f"the ledger {self.path} is being written by another engine or process; give each run a "
-            "file of its own, or end the other one first (its engine.write_ahead(None))"
+            f"Another engine or process writes to the ledger {self.path}. Give each run its own file, "
+            "or call engine.write_ahead(None) on the other engine first.",
+            doc="checkpoints",
         )
 
     def _check_place(self) -> None:
@@ -307,9 +314,9 @@ class HeldFile:
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
-            raise LostFile("somebody has moved or deleted it") from None
+            raise LostFile("it was moved or deleted") from None
         if _key(found) != _key(os.fstat(self._file)):
-            raise LostFile("somebody has put another file in its place")
+            raise LostFile("another file has replaced it")
 
 
 def _key(found: os.stat_result) -> tuple[int, int]:
@@ -317,9 +324,10 @@ def _key(found: os.stat_result) -> tuple[int, int]:
 
 
 def _lock(file: int) -> bool:
-    """Keep other processes out; the lock is of this process alone, its children do not hold it.
+    """Lock the file against other processes. Children of this process do not hold the lock.
 
-    It is asked for at each write: whatever else in this process closes the file gives it up.
+    The lock is renewed at each write, because any other code of this process that closes the file
+    releases it.
     """
     if fcntl is None:
         return True
@@ -336,29 +344,27 @@ def _lock(file: int) -> bool:
 
 
 TRAINING = ""
-"""The line of the training set; every other is named after a data set."""
-_WAY_OUT = (
-    "name another file by engine.write_ahead(path), or end keeping one by engine.write_ahead(None)"
-)
+"""The line of the training set. Every other line is named after a data set."""
+_OTHER_FILE = "another file to engine.write_ahead, or None to stop writing one."
 
 
 class WriteAheadLog:
-    """A file to which lines are only ever added: what was recorded, chained to what was before.
+    """A file of recorded steps, to which lines are only ever added, each chained to those before.
 
     Formal guarantee: `record` returns when the line is on the disk, in the file that the path leads to
-    (`HeldFile`). A line that a killed process left half written is of a step that was not released, and
-    is cut off; any other damage, but for whole lines lost from the end, is refused (`ledger_lines`). No
-    file holds fewer steps than were released, and each process that was killed adds one at most.
+    (`HeldFile`). A line that a killed process left half written belongs to a step that was not released,
+    and is dropped. Any other damage raises an error, except for whole lines lost from the end. Otherwise
+    no file holds fewer steps than were released, and each killed process adds one at most.
 
     Args:
-        path: of the file, which is begun or gone on with. Its folder must exist.
-        writes: False on ranks that leave the writing to the first: they only read what is there.
-        ranks: who take every step together.
+        path: path of the file, which is begun or continued. Its folder must exist.
+        writes: False on ranks other than the first, which only read the file.
+        ranks: the ranks that take every step together, or None.
 
     Raises:
-        ArgumentError: the file is damaged, no ledger, or is being written by somebody else; it is left
-            as it is.
-        OSError: it cannot be opened.
+        ArgumentError: the file is damaged, not a ledger, or another engine or process writes to it. It
+            is left unchanged.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Any, writes: bool = True, ranks: Ranks | None = None) -> None:
@@ -367,8 +373,8 @@ class WriteAheadLog:
         try:
             self._content: Content = read(self._bytes(), str(path))
             self._known: dict[str, Spent] = {TRAINING: Spent({}, Protected())}
-            for said in self._content.said:
-                self._read(said)
+            for value in self._content.values:
+                self._read(value)
             if self._file is not None and not self._content.digest:
                 self._file.cut(0)
                 line = first_line()
@@ -379,29 +385,29 @@ class WriteAheadLog:
             raise
 
     def found(self, line: str = TRAINING) -> Spent:
-        """Every step that the file holds in one line, by name, and whom they protect."""
+        """Return the steps of one line in the file, by name, and the unit that they protect."""
         segments, whom = self._known[line]
         return Spent({name: list(entries) for name, entries in segments.items()}, whom)
 
     @property
     def lines(self) -> list[str]:
-        """Of data sets other than the training set, of which the file holds something."""
+        """Lines of data sets other than the training set with steps in the file."""
         return [line for line in self._known if line != TRAINING]
 
     def of_line(self, line: str) -> LineLog:
-        """The same file for the steps of another data set."""
+        """Return the same file for the steps of another data set."""
         return LineLog(self, line)
 
     @property
     def seen(self) -> str:
-        """A digest of all that the file holds: who sees another one sees another file."""
+        """A digest of the whole file, by which ranks compare their files."""
         return self._content.digest.decode() or "no ledger"
 
     def begin(self) -> None:
-        """What the file holds is counted: it may be written from now on.
+        """Start writing, after the steps of the file have been counted.
 
         Raises:
-            StepError: it could not be written.
+            StepError: the file could not be written.
         """
         if self._file is not None:
             self._file.cut(self._content.size, self._content.digest)
@@ -409,56 +415,56 @@ class WriteAheadLog:
                 self._add(b"\n", self._content.digest)
 
     def catch_up(self, segments: Segments, whom: Protected, line: str = TRAINING) -> None:
-        """Write what the file lacks of these.
+        """Write those of these steps that the file lacks.
 
         Raises:
-            StepError: it could not be written.
+            StepError: the file could not be written.
         """
         for name, entries in segments.items():
             known = self._of(line).segments.get(name, [])
             rest = remainder(entries, known)
             if rest is None and remainder(known, entries) is None:
-                rest = entries  # another story under this name: both count
+                rest = entries  # another history under this name, both count
             if rest:
                 self.record(name, rest, whom, line)
 
     def record(
         self, name: str, entries: Iterable[Entry], whom: Protected, line: str = TRAINING
     ) -> None:
-        """Write what is about to be released.
+        """Write steps that are about to be released.
 
         Raises:
-            StepError: it could not be written; nothing may be released.
+            StepError: the file could not be written, and nothing may be released.
         """
         entries = list(entries)
         if self._file is not None:
-            said = {"name": name, "entries": saved_entries(entries), PROTECTED: whom.saved()}
+            value = {"name": name, "entries": saved_entries(entries), PROTECTED: whom.saved()}
             if line != TRAINING:
-                said["line"] = line
-            text = sealed(said, self._file.mark)
+                value["line"] = line
+            text = sealed(value, self._file.mark)
             self._add(text, digest_of(text))
         self._note(line, name, entries, whom)
 
     @property
     def held(self) -> bool:
-        """This process can write it, if there is room."""
+        """Whether this process can write to the file, if the disk has space."""
         return self._file is not None and self._file.holds()
 
     def close(self) -> None:
-        """Let somebody else write."""
+        """Close the file, so another process can write to it."""
         if self._file is not None:
             self._file.close()
 
     def give_up(self) -> None:
-        """Close it; a file that was begun here is not there any more."""
+        """Close the file, and remove one that was begun here."""
         if self._file is not None:
             self._file.give_up()
 
     def copied(self) -> NotWritten:
-        """What a copy of the ledger has in its place."""
+        """Return the log of a copied ledger, which raises an error at each step."""
         return NotWritten(
-            f"this is a copy of the ledger that is kept in {self.path}, to which it does not write, so "
-            f"this step is not released; {_WAY_OUT}"
+            f"This ledger is a copy and does not write to {self.path}, so the step is not released. "
+            f"Pass {_OTHER_FILE}"
         )
 
     def _bytes(self) -> bytes:
@@ -472,17 +478,18 @@ class WriteAheadLog:
             self._file.add(line, digest)
         except OSError as error:
             lost = isinstance(error, LostFile)
-            room = _WAY_OUT if lost else f"make room and go on with the next batch, or {_WAY_OUT}"
+            room = "Pass" if lost else "Free disk space and continue with the next batch, or pass"
             raise StepError(
-                f"the ledger {self.path} cannot be written ({error}), so this step is not released; "
-                f"{room}"
+                f"The ledger {self.path} cannot be written ({error}), so this step is not released. "
+                f"{room} {_OTHER_FILE}",
+                doc="checkpoints",
             ) from error
 
-    def _read(self, said: dict[str, Any]) -> None:
-        state = {"mechanism": "", "history": said["entries"]}
+    def _read(self, value: dict[str, Any]) -> None:
+        state = {"mechanism": "", "history": value["entries"]}
         for entries in read_segments(state, "", str(self.path)).values():
-            line = said.get("line", TRAINING)
-            self._note(line, said["name"], entries, protected_by(said, entries))
+            line = value.get("line", TRAINING)
+            self._note(line, value["name"], entries, protected_by(value, entries))
 
     def _of(self, line: str) -> Spent:
         return self._known.get(line, Spent({}, Protected()))
@@ -500,7 +507,8 @@ class LineLog:
     """A ledger's file, for the ledger of one data set other than the training set.
 
     Args:
-        log: the file. line: what its steps are marked with.
+        log: the file.
+        line: name of the data set, which marks its steps.
     """
 
     def __init__(self, log: WriteAheadLog, line: str) -> None:
@@ -508,35 +516,35 @@ class LineLog:
 
     @property
     def ranks(self) -> Ranks | None:
-        """Who take every step together."""
+        """The ranks that take every step together."""
         return self._log.ranks
 
     @property
     def held(self) -> bool:
-        """This process can write it, if there is room."""
+        """Whether this process can write to the file, if the disk has space."""
         return self._log.held
 
     def record(self, name: str, entries: Iterable[Entry], whom: Protected) -> None:
-        """Raises: StepError: as `WriteAheadLog.record`."""
+        """Write steps, with the errors of `WriteAheadLog.record`."""
         self._log.record(name, entries, whom, self._line)
 
     def catch_up(self, segments: Segments, whom: Protected) -> None:
-        """Raises: StepError: as `WriteAheadLog.catch_up`."""
+        """Write missing steps, with the errors of `WriteAheadLog.catch_up`."""
         self._log.catch_up(segments, whom, self._line)
 
     def copied(self) -> NotWritten:
-        """What a copy of the ledger has in its place."""
+        """Return the log of a copied ledger, which raises an error at each step."""
         return self._log.copied()
 
     def close(self) -> None:
-        """The file is the training set's ledger's to close."""
+        """Do nothing, because the training set's ledger closes the file."""
 
 
 class NotWritten:
-    """In the place of a log that was left behind: nothing is released.
+    """Replaces the log in a copied ledger, which must not release anything.
 
     Args:
-        why: the message of every step.
+        why: the error message of every step.
     """
 
     ranks: Ranks | None = None
@@ -546,39 +554,41 @@ class NotWritten:
         self._why = why
 
     def record(self, name: str, entries: Iterable[Entry], whom: Protected) -> None:
-        """Raises: StepError."""
-        raise StepError(self._why)
+        """Raise a StepError."""
+        raise StepError(self._why, doc="checkpoints")
 
     def of_line(self, line: str) -> NotWritten:
-        """The same for another data set."""
+        """Return itself for another data set."""
         return self
 
     def catch_up(self, segments: Segments, whom: Protected) -> None:
-        """There is nothing to write to: what is recorded here is counted in memory."""
+        """Write nothing. The steps are counted in memory."""
 
     def copied(self) -> NotWritten:
-        """The same of a copy's copy."""
+        """Return itself for a copy of the copy."""
         return self
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
 
 def keep_in_file(ledger: Any, path: Any, ranks: Ranks | None) -> None:
-    """`FastPrivacyEngine.write_ahead`, of ranks that come here together; the first of them writes."""
+    """Implement `FastPrivacyEngine.write_ahead` on all ranks. The first one writes."""
     first, log = ranks is None or ranks.number == 0, None
     try:
-        with together(ranks) as told:
-            told["number of files for the ledger"] = int(path is not None)
+        with together(ranks) as compared:
+            compared["number of files for the ledger"] = int(path is not None)
             if path is not None and first:
                 ledger.check_no_file()
                 log = WriteAheadLog(path, ranks=ranks)
         if path is not None:
-            with together(ranks) as told:
+            with together(ranks) as compared:
                 if not first:
                     log = WriteAheadLog(path, writes=False, ranks=ranks)
                 assert log is not None
-                told["ledger file (one path, on a file system that all of them share)"] = log.seen
+                compared["ledger file (one path, on a file system that all of them share)"] = (
+                    log.seen
+                )
             with together(ranks):
                 ledger.count(log)
     except BaseException:

@@ -1,11 +1,11 @@
 """Tight epsilon of composed Poisson-subsampled Gaussian steps, by their privacy loss distribution.
 
-The loss L = log P/Q of a step is put on a mesh whose points dominate it, the composition is a product
-of Fourier transforms, and everything that is cut off counts as delta. So epsilon is an upper bound
-whatever the mesh is; the mesh only decides how tight it is, and is chosen from the error that it makes.
+The loss L = log P/Q of a step is put on a mesh whose points dominate it. The composition is a product
+of Fourier transforms, and all truncated mass counts as delta. Epsilon is therefore an upper bound for
+any mesh. The mesh only decides how tight it is, and is chosen from its error.
 
-P is (1 - q) N(0, sigma^2) + q N(1, sigma^2) and Q is N(0, sigma^2) for a removed sample; for an added
-one they change places, and so does the sign of the loss. Epsilon is the larger of the two.
+P is (1 - q) N(0, sigma^2) + q N(1, sigma^2) and Q is N(0, sigma^2) for a removed sample. For an added
+sample P and Q are exchanged, and the loss changes its sign. Epsilon is the larger of the two.
 
 Source: Koskela et al. 2020 (Fourier accountant); Doroshenko et al. 2022 (a mesh that dominates,
 "connect the dots"); Zhu et al. 2022 (dominating pairs compose); Balle and Wang 2018 (q = 1).
@@ -29,36 +29,36 @@ from scipy.special import erf, erfcx, log_ndtr, logsumexp
 from fastclip.core.checks import between, positive
 
 Part = tuple[float, float, int]
-"""(noise multiplier, sampling rate, steps), of steps that are added up whatever their order."""
+"""(noise multiplier, sampling rate, steps), summed up in any order."""
 
 _TOLERANCE = 2e-4
-"""Of epsilon, that the mesh may add by default."""
+"""Share of epsilon that the mesh may add by default."""
 _NATURAL = 0.01
-"""Below this share of 1 / |d log delta / d epsilon|, epsilon is known to a tolerance of that share: a
-relative change of delta by _TOLERANCE * _NATURAL moves it as far."""
+"""Share of 1 / |d log delta / d epsilon| below which the tolerance is relative to that share.
+
+A relative change of delta by _TOLERANCE * _NATURAL moves epsilon by this tolerance."""
 _CUT = math.log(1e-8)
-"""Logarithm of the share of delta that single steps' largest losses have, which count as infinite."""
+"""Logarithm of the share of delta in single steps' largest losses, which count as infinite."""
 _TAIL = math.log(1e-10)
 """Logarithm of the tilted mass on either side of the window of the composition."""
 _MOST_POINTS, _MOST_OF_A_STEP = 2**19, 2**19
-"""Of the window, and of one step: 120 MB in all. A coarser mesh is looser, never too small."""
+"""Points of the window and of one step, 120 MB in all. A coarser mesh is looser, never too small."""
 _NODES = 1024
-"""Of the quadrature that plans a mesh; nothing that is stated depends on it."""
+"""Nodes of the quadrature that plans a mesh. The result's guarantee does not depend on it."""
 _RATIO = 1.3
-"""Between neighbors of the tilts that a plan chooses from."""
+"""Ratio of neighboring tilts among which a plan chooses."""
 _TURNS = 16
-"""Tilts that Chernoff's bounds are chosen from."""
+"""Number of tilts among which Chernoff's bounds are chosen."""
 _ROUNDING = 1e-9
-"""What float64 may do to a composition, over its number of steps and over the share of delta that this
-may be: 1e-14 and 1e-5."""
+"""Rounding of float64 per step of a composition (1e-14), over the share of delta it may be (1e-5)."""
 _ROUNDS = 8
 _MANY = 32
-"""Parts, above which ten times _TOLERANCE is allowed, and _MERGED."""
+"""Number of parts above which ten times _TOLERANCE, and _MERGED, are allowed."""
 _MERGED = 0.008
-"""Of epsilon, that steps of almost the same noise may add if there are many: each costs a transform."""
+"""Share of epsilon that merging steps of similar noise may add, if there are many parts."""
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-3, 1e7, 1e-30
-"""Beyond, epsilon is that of a full batch, of this noise, of this rate: upper bounds that float64 has
-the digits for."""
+"""Limits of float64's precision. Beyond them epsilon is that of a full batch, of this noise, or of this
+rate, which are upper bounds."""
 
 
 def numerical_epsilon(
@@ -68,23 +68,23 @@ def numerical_epsilon(
     eps_error: float | None = None,
     delta_error: float | None = None,
 ) -> float:
-    """Epsilon of a history of Poisson-subsampled Gaussian steps.
+    """Return epsilon of a history of Poisson-subsampled Gaussian steps.
 
     Formal guarantee: at least the tight epsilon for neighbors that differ by one added or removed
-    sample, up to float64's rounding (1e-9 of it). How far above it follows from the first-order
-    estimate that the mesh is chosen by: 0.02 % by default (1 % for more than 32 different steps).
-    Never more than 0.3 % was measured for epsilons from 1e-5 to 100 (bench.accountants). Beyond 100,
-    or where the mesh would need more than half a million points, it is an upper bound that may be
-    looser; at most that of full batches.
+    sample, up to float64's rounding (1e-9 of it). The excess follows from the first-order estimate by
+    which the mesh is chosen, 0.02 % by default (1 % for more than 32 different steps). The largest
+    measured excess is 0.3 % for epsilons from 1e-5 to 100 (bench.accountants). Beyond 100, or if the
+    mesh would need more than half a million points, the upper bound may be looser. It is at most that of
+    full batches.
 
     Args:
         history: (noise multiplier, sampling rate in (0, 1], steps) entries, all multipliers positive.
         delta: in (0, 1).
-        eps_error: how far the mesh may raise epsilon; by default 0.02 % of it.
-        delta_error: of delta, what may count as an infinite loss; by default 1e-8 of delta.
+        eps_error: how far the mesh may raise epsilon, by default 0.02 % of it.
+        delta_error: part of delta that may count as an infinite loss, by default 1e-8 of delta.
 
     Returns:
-        epsilon; 0 if delta covers the run.
+        epsilon, or 0 if delta covers the run.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an option out of range.
@@ -94,7 +94,7 @@ def numerical_epsilon(
     if delta_error is not None:
         log_cut = math.log(min(between("delta_error", delta_error, 0, delta), delta / 10))
     totals: Counter[tuple[float, float]] = Counter()
-    variation = 0.0  # at least that of the run
+    variation = 0.0  # at least the run's total variation
     for sigma, rate, steps in history:
         variation += steps * rate * float(erf(8**-0.5 / sigma))
         rate = max(rate, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0
@@ -114,10 +114,10 @@ def numerical_epsilon(
 
 
 def _merged(totals: Counter[tuple[float, float]]) -> Counter[tuple[float, float]]:
-    """Steps of one rate whose noise hardly differs, all counted at the least noise among them.
+    """Merge steps of one rate and similar noise, counted at the least noise among them.
 
-    More noise only hides more, so epsilon is still an upper bound. Epsilon of few samples grows about
-    as sigma^-(1 + sigma^-2), so that this adds at most _MERGED to it.
+    Epsilon remains an upper bound, because it falls with the noise. It grows about as
+    sigma^-(1 + sigma^-2) for small rates, so this adds at most _MERGED to it.
     """
     found: Counter[tuple[float, float]] = Counter()
     least, last = math.inf, math.nan
@@ -132,7 +132,7 @@ def _merged(totals: Counter[tuple[float, float]]) -> Counter[tuple[float, float]
 def _numerical_epsilon(
     parts: tuple[Part, ...], delta: float, error: float | None, log_cut: float
 ) -> float:
-    """Epsilon of the parts; runs and searches ask for the same again and again."""
+    """Return epsilon of the parts, cached because runs and searches repeat the same request."""
     count = sum(steps for _, _, steps in parts)
     # At most exp(-z^2 / 2) of a Gaussian is beyond z.
     reach = math.sqrt(2 * (math.log(count) - log_cut))
@@ -150,9 +150,9 @@ def _numerical_epsilon(
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon of one Gaussian mechanism of noise multiplier 1 / mu, or of many that compose to it.
+    """Return epsilon of one Gaussian mechanism of noise multiplier 1 / mu, or of a composition to it.
 
-    Formal guarantee: the tight epsilon, up to rounding of 1e-9 of it, which is added.
+    Formal guarantee: the tight epsilon, plus a rounding margin of 1e-9 of it.
 
     Source: Balle and Wang 2018, Theorem 8.
 
@@ -169,7 +169,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         mu / 2 + math.sqrt(-2 * log_delta)
     )  # where the loss is larger with probability delta
     found = most
-    if _gaussian_log_delta(most, mu) < log_delta:  # else mu is so large that the two are one number
+    if _gaussian_log_delta(most, mu) < log_delta:  # otherwise the two are equal in float64
         found = brentq(
             lambda eps: _gaussian_log_delta(eps, mu) - log_delta,
             0, most, xtol=1e-12 * most, rtol=1e-13,
@@ -178,7 +178,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def _gaussian_log_delta(eps: float, mu: float) -> float:
-    """Logarithm of Phi(mu/2 - eps/mu) - exp(eps) Phi(-mu/2 - eps/mu)."""
+    """Return log(Phi(mu/2 - eps/mu) - exp(eps) Phi(-mu/2 - eps/mu))."""
     near, far = mu / 2 - eps / mu, -mu / 2 - eps / mu
     if near > 0:
         ratio = math.exp(eps + log_ndtr(far) - log_ndtr(near))
@@ -188,7 +188,7 @@ def _gaussian_log_delta(eps: float, mu: float) -> float:
 
 
 def _loss(at: np.ndarray, sigma: float, rate: float) -> np.ndarray:
-    """log(1 - q + q exp(u)) at the outcomes x, where u = (2 x - 1) / (2 sigma^2)."""
+    """Return log(1 - q + q exp(u)) at the outcomes x, where u = (2 x - 1) / (2 sigma^2)."""
     ratio = (2 * at - 1) / (2 * sigma**2)
     if rate == 1:
         return ratio
@@ -197,7 +197,7 @@ def _loss(at: np.ndarray, sigma: float, rate: float) -> np.ndarray:
 
 
 def _log_ratio(losses: np.ndarray, rate: float) -> np.ndarray:
-    """u where the loss has these values; -inf where it is larger everywhere."""
+    """Return u at which the loss has these values, or -inf if the loss is larger everywhere."""
     if rate == 1:
         return losses
     with np.errstate(divide="ignore"):
@@ -209,7 +209,7 @@ def _log_ratio(losses: np.ndarray, rate: float) -> np.ndarray:
 def _quadrature(
     sigma: float, rate: float, reach: float, nodes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Losses of a step and the logarithms of their mass under P and under Q, [node] each."""
+    """Return losses of a step and the logarithms of their mass under P and under Q, [node] each."""
     at = np.linspace(-reach * sigma, 1 + reach * sigma, nodes)
     out = -((at / sigma) ** 2) / 2
     out -= logsumexp(out)
@@ -219,9 +219,10 @@ def _quadrature(
 
 
 class _Losses:
-    """The losses of all parts in one direction, as a quadrature sees them: what plans a mesh.
+    """Losses of all parts in one direction on a quadrature, by which a mesh is planned.
 
-    K is the logarithm of the composition's moment generating function; "tilted" is by exp(tilt L).
+    K is the logarithm of the composition's moment generating function. "Tilted" means weighted by
+    exp(tilt L).
     """
 
     def __init__(self, steps: np.ndarray, losses: np.ndarray, weights: np.ndarray) -> None:
@@ -239,47 +240,49 @@ class _Losses:
         return found
 
     def first_tilt(self, log_delta: float) -> tuple[float, float]:
-        """(tilt, epsilon) of the best bound by Renyi divergence (Balle et al. 2020, Theorem 21)."""
+        """Return (tilt, epsilon) of the best Renyi bound (Balle et al. 2020, Theorem 21)."""
         tilts, curve = self.tilts, self.curve
         bounds = (curve - log_delta - np.log1p(tilts)) / tilts + np.log(tilts / (1 + tilts))
         best = int(np.argmin(bounds))
         return float(tilts[best]), float(bounds[best])
 
     def tilt_for(self, loss: float, log_hidden: float) -> float:
-        """The least tilt at which float64 does not hide delta at this loss, or else the best one.
+        """Return the least tilt at which float64 does not hide delta at this loss, or the best one.
 
-        Less of a tilt makes a narrower window, where few large losses are.
+        A smaller tilt makes a narrower window, with few large losses.
 
         Args:
             loss: epsilon.
-            log_hidden: logarithm of delta over what float64 may change in a mass of 1.
+            log_hidden: logarithm of delta over the rounding of float64 in a mass of 1.
         """
         weight = self.curve - self.tilts * loss
         quiet = np.flatnonzero(weight <= log_hidden)
         return float(self.tilts[quiet[0] if len(quiet) else np.argmin(weight)])
 
     def upto(self, bulk: float) -> _Losses:
-        """Without the losses above."""
+        """Return the losses up to `bulk`."""
         weights = np.where(self.losses > bulk, -math.inf, self.weights)
         return _Losses(self.steps, self.losses, weights)
 
     def rarely_above(self, mass: float) -> float:
-        """A loss that a step of the run exceeds with a probability of this at most."""
+        """Return a loss that a step of the run exceeds with a probability of at most `mass`."""
         shares = (self._mass(0.0) * self.steps[:, None]).ravel()
         order = np.argsort(-self.losses.ravel())
         beyond = int(np.searchsorted(np.cumsum(shares[order]), mass))
         return float(self.losses.ravel()[order[min(beyond, len(order) - 1)]])
 
     def window(self, tilt: float, log_delta: float) -> tuple[float, float, float]:
-        """(lowest, highest loss, tilt of Chernoff's bound above it): little mass is outside, tilted or
-        not."""
+        """Return (lowest loss, highest loss, tilt of Chernoff's bound above it).
+
+        Little mass is outside of this window, tilted or not.
+        """
         spread = self._spread(self._mass(tilt))
         here = self.steps @ self._generating(tilt)
 
         def bound(turn: float) -> float:
             return float(self.steps @ self._generating(tilt + turn) - here - _TAIL) / turn
 
-        # The best for a normal loss is in the middle, that for a few large losses at the lower end.
+        # The best tilt for a normal loss is in the middle, and for a few large losses at the lower end.
         normal = math.sqrt(-2 * _TAIL) / max(spread, 1e-9 * self.widest)
         turns = np.geomspace(min(1 / self.widest, 0.05 * normal), 2 * normal, _TURNS)
         highs = [bound(turn) for turn in turns]
@@ -291,22 +294,22 @@ class _Losses:
         return max(bound(-turn) for turn in turns), high, beyond
 
     def _mass(self, tilt: float) -> np.ndarray:
-        """Of each part's tilted loss, [part, node]."""
+        """Return the mass of each part's tilted loss, [part, node]."""
         mass = self.weights + tilt * self.losses
         found: np.ndarray = np.exp(mass - logsumexp(mass, axis=-1, keepdims=True))
         return found
 
     def _spread(self, mass: np.ndarray) -> float:
-        """Standard deviation of the composition."""
+        """Return the standard deviation of the composition."""
         mean = (mass * self.losses).sum(-1, keepdims=True)
         return math.sqrt(float(self.steps @ (mass * (self.losses - mean) ** 2).sum(-1)))
 
     def mesh(self, tilt: float, error: float) -> float:
-        """The mesh that raises epsilon by `error`, to first order.
+        """Return the mesh that raises epsilon by `error`, to first order.
 
-        A loss between two points l and l' of the mesh becomes one of both: K grows by
-        tilt (tilt + 1) / 2 E[(L - l) (l' - L)], which is h^2 / 6, or h |L| around 0. Epsilon grows by
-        tilt times less.
+        A loss between two points l and l' of the mesh moves to one of them. K then grows by
+        tilt (tilt + 1) / 2 E[(L - l) (l' - L)], where the expectation is h^2 / 6, or h |L| around 0.
+        Epsilon grows by this over tilt.
         """
         allowed = 2 * error / (1 + tilt)
         mass = self._mass(tilt) * self.steps[:, None]
@@ -316,7 +319,7 @@ class _Losses:
             mesh = math.exp(log_mesh)
             return float((mass * np.minimum(mesh**2 / 6, mesh * sizes)).sum()) / allowed - 1
 
-        # Between two points delta is taken for linear, which it is except for slope^2 h^2 / 8 of it.
+        # Between two points delta is treated as linear, with a relative error of slope^2 h^2 / 8.
         most = math.log(8 * error / (1 + tilt)) / 2
         if excess(most) <= 0:
             return math.exp(most)
@@ -328,11 +331,11 @@ def _one_way(
     parts: tuple[Part, ...], losses: _Losses, added: bool, reach: float, log_delta: float,
     error: float | None, least: float,
 ) -> float:  # fmt: skip
-    """Epsilon in one direction, or `least` if that is more; inf where float64 carries no composition.
+    """Return epsilon in one direction, at least `least`, or inf if float64 carries no composition.
 
-    delta is the sum of two: of compositions without a large loss, and of those with one. What float64
-    does to the second is small beside its own small mass, and the first has no tail to hide. Meshes are
-    chosen from Renyi's bound, and made finer until epsilon stays.
+    delta is the sum of two parts, from compositions without a large loss and from those with one. The
+    rounding of the second is small relative to its own small mass, and the first has no tail to hide.
+    Meshes are chosen from Renyi's bound, and refined until epsilon is stable.
     """
     rounding = log_delta - math.log(_ROUNDING * float(losses.steps.sum()))
     bulk = math.inf
@@ -348,7 +351,7 @@ def _one_way(
         scale = max(found, least, _NATURAL / slope)
         # The first order of the mesh's error ends at about a tenth.
         wanted = min(error / 2, 0.1 * scale) if error else tolerance * scale
-        if not attempt:  # the second direction seldom matters, so that a coarse look may do
+        if not attempt:  # the second direction seldom matters, so a coarse mesh may do
             wanted = max(wanted, 0.1 * least)
         tilts = [plan.tilt_for(found, hidden) for plan, _, hidden in kinds]
         windows = [kinds[k][0].window(tilt, log_delta) for k, tilt in enumerate(tilts)]
@@ -369,20 +372,20 @@ def _one_way(
                 break
             if mesh <= 1.2 * finest:
                 break
-        else:  # delta is above in the whole window: the mesh has widened the losses too much
+        else:  # delta is larger in the whole window, because the mesh widened the losses too much
             mesh, further = mesh / 4, 2 * further + 1
     return max(best, least)
 
 
 class _Curve(NamedTuple):
-    """log delta of a composition at epsilons `first` * mesh, (`first` + 1) * mesh, ...; falling."""
+    """log delta of a composition at epsilons `first` * mesh, (`first` + 1) * mesh, ..., falling."""
 
     first: int
     mesh: float
     log_delta: np.ndarray
 
     def at(self, eps: float) -> float:
-        """An upper bound of log delta: between two points of the mesh delta is linear in exp(eps)."""
+        """Return an upper bound of log delta, linear in exp(eps) between two points of the mesh."""
         before = math.floor(eps / self.mesh)
         number = before - self.first
         if number < 0:
@@ -397,7 +400,7 @@ class _Curve(NamedTuple):
 
 
 def _solved(curves: list[_Curve], log_delta: float) -> tuple[float, float] | None:
-    """(epsilon, -d log delta / d epsilon there) of a sum of deltas; None if it is above all of them."""
+    """Return (epsilon, -d log delta / d epsilon) of a sum of deltas, or None if it is never reached."""
 
     def total(eps: float) -> float:
         return float(np.logaddexp.reduce([curve.at(eps) for curve in curves]))
@@ -418,17 +421,17 @@ def _composed(
     parts: tuple[Part, ...], added: bool, reach: float, mesh: float,
     window: tuple[float, float, float], tilt: float, bulk: float, *, rare: bool,
 ) -> _Curve:  # fmt: skip
-    """delta of the composition at the points of a mesh in a window of losses.
+    """Return delta of the composition at the points of a mesh in a window of losses.
 
-    The masses are multiplied by exp(tilt L) before the transform and divided by it afterwards: what
-    float64 rounds is then small beside the masses around the window's center, however small delta is.
-    What lies outside of the window comes back inside, where it is counted in addition; what lies above
-    it is counted as infinite, too (Chernoff's bound).
+    The masses are multiplied by exp(tilt L) before the transform and divided by it afterwards. The
+    rounding of float64 is then small relative to the masses around the window's center, however small
+    delta is. Mass outside of the window wraps around into it, where it is counted in addition. Mass
+    above the window also counts as infinite (Chernoff's bound).
 
     Args:
         window: lowest and highest loss, and the tilt of Chernoff's bound.
-        bulk: the losses above are rare.
-        rare: of compositions with a rare loss; else of those without.
+        bulk: losses above it are rare.
+        rare: compositions with a rare loss if True, those without if False.
     """
     first, last = math.floor(window[0] / mesh) - 2, math.ceil(window[1] / mesh) + 8
     length = next_fast_len(last - first + 1, real=True)
@@ -462,23 +465,23 @@ def _composed(
     hidden = math.log(rounding) + min(math.log(length), -_log_expm1(2 * tilt * mesh)) / 2
     masses[:-1] = np.logaddexp(masses[:-1], sums.moment + hidden - tilt * at[:-1])
     if np.isnan(masses).any():
-        raise ArithmeticError("the composition has no number")
+        raise ArithmeticError("the composition is not a number")
     return _Curve(first, mesh, masses)
 
 
 @dataclass
 class _Sums:
-    """What adds up over the steps of a composition: logarithms of transforms, and their errors."""
+    """Sums over the steps of a composition: logarithms of transforms, and their errors."""
 
     exponent: np.ndarray
-    """Of the characteristic function of the tilted losses."""
+    """Logarithm of the characteristic function of the tilted losses."""
     more: np.ndarray
-    """What rare losses add to it."""
+    """Addition of rare losses to the exponent."""
     doubt: np.ndarray
-    """By float64, of the exponent."""
+    """Rounding error of the exponent in float64."""
     rare_doubt: np.ndarray
     above: np.ndarray
-    """Logarithms of the moments by which Chernoff bounds what lies above the window."""
+    """Logarithms of the moments of Chernoff's bound on the mass above the window."""
     length: int
     moment: float = 0.0
     infinite: float = 0.0
@@ -493,7 +496,7 @@ class _Sums:
         self, begin: int, masses: np.ndarray, steps: int, mesh: float, tilt: float, bulk: float,
         bounds: np.ndarray, unit: float, *, rare: bool,
     ) -> None:  # fmt: skip
-        """`steps` steps with these logarithms of masses, the first at `begin` points of the mesh."""
+        """Add `steps` steps with these log masses, of which the first is at mesh point `begin`."""
         at = mesh * np.arange(begin, begin + len(masses))
         large = at > bulk
         if not rare:
@@ -504,7 +507,7 @@ class _Sums:
         size = float(logsumexp(masses))
         self.moment += steps * size
         masses = np.exp(masses - size)
-        # losses of nothing: often nearly all of the mass, which would hide the rest
+        # zero losses are often nearly all of the mass, and would hide the rest
         masses[-begin] = 0
         masses[-begin] = -masses.sum()
         tail = _wrapped(np.where(large, masses, 0.0), begin, self.length)
@@ -519,7 +522,7 @@ class _Sums:
             self.rare_doubt += steps * unit * (np.linalg.norm(tail) / size_of + np.abs(ratio))
 
     def change(self, unit: float, *, rare: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The characteristic function less that of no loss, or what rare losses change; its error."""
+        """Return the characteristic function minus 1, or the change by rare losses, and its error."""
         exponent, more = self.exponent, self.more
         if rare:
             small = more.real < 1
@@ -535,7 +538,7 @@ class _Sums:
 
 
 def _log1p(change: np.ndarray) -> np.ndarray:
-    """log(1 + z), to all digits of a small z, which NumPy's own has not."""
+    """Return log(1 + z), with all digits of a small z, unlike NumPy's log1p."""
     size = np.abs(change)
     small = np.where(size < 0.5, change, 0)
     near = np.log1p(small.real * (2 + small.real) + small.imag**2) / 2
@@ -549,7 +552,7 @@ def _log_expm1(positive: float) -> float:
 
 
 def _expm1(exponent: np.ndarray) -> np.ndarray:
-    """exp(z) - 1, to all digits of a small z."""
+    """Return exp(z) - 1, with all digits of a small z."""
     real, imag = exponent.real, exponent.imag
     turned = np.expm1(real) * np.cos(imag) - 2 * np.sin(imag / 2) ** 2
     found: np.ndarray = turned + 1j * np.exp(real) * np.sin(imag)
@@ -557,7 +560,7 @@ def _expm1(exponent: np.ndarray) -> np.ndarray:
 
 
 def _wrapped(masses: np.ndarray, begin: int, length: int) -> np.ndarray:
-    """Masses at points from `begin` on, each added at its number modulo `length`, [length]."""
+    """Return masses at points from `begin` on, each added at its number modulo `length`, [length]."""
     begin %= length
     rows = -(-(begin + len(masses)) // length)
     padded = np.zeros(rows * length)
@@ -566,18 +569,18 @@ def _wrapped(masses: np.ndarray, begin: int, length: int) -> np.ndarray:
     return found
 
 
-@lru_cache(maxsize=1)  # both parts of a delta ask for it
+@lru_cache(maxsize=1)  # both parts of a delta use it
 def _step_on_mesh(
     sigma: float, rate: float, reach: float, mesh: float, added: bool
 ) -> tuple[int, np.ndarray, float]:
-    """A pair on the points of a mesh that dominates those of one step.
+    """Return a pair on the points of a mesh that dominates the pair of one step.
 
-    Outcomes with losses between two points are split between both, so that their mass under P and
-    under Q stays: the likelihood ratio is spread, its mean stays, so every delta grows.
+    Outcomes with losses between two points are split between both, with unchanged mass under P and
+    under Q. The likelihood ratio then varies more around the same mean, so every delta grows.
 
     Returns:
         (number of the first point, logarithm of the masses there [point], logarithm of the mass of
-        infinite losses), under P; where `added`, under Q, of the negated losses.
+        infinite losses), under P. If `added`, under Q and for the negated losses.
     """
     lowest, highest = _loss(np.array([-reach * sigma, 1 + reach * sigma]), sigma, rate) / mesh
     low, high = min(math.floor(lowest), -1), max(math.ceil(highest), 1)
@@ -585,7 +588,7 @@ def _step_on_mesh(
     ratios = _log_ratio(points, rate)  # u at the edges of the bins, [point]
     edges = np.concatenate([[-math.inf], sigma**2 * ratios + 0.5, [math.inf]]) / sigma
     out, inside = _log_mass(edges), _log_mass(edges - 1 / sigma)  # [point + 1], of N(0,.), N(1,.)
-    # Under P, of a bin: what goes to its upper point, and to its lower one.
+    # Under P, for each bin: the mass that goes to its upper point, and to its lower one.
     least = math.log1p(-rate) if rate < 1 else -math.inf  # no loss is smaller
     up = np.logaddexp(
         math.log(rate) + _log_difference(inside[1:], out[1:] + ratios),
@@ -605,7 +608,7 @@ def _step_on_mesh(
 
 
 def _log_mass(edges: np.ndarray) -> np.ndarray:
-    """Of a standard normal variable between consecutive edges."""
+    """Return the log mass of a standard normal variable between consecutive edges."""
     low, high = edges[:-1], edges[1:]
     right = low > 0  # by the nearer tail, whose digits are not lost
     near = log_ndtr(np.where(right, -low, high))
@@ -613,7 +616,7 @@ def _log_mass(edges: np.ndarray) -> np.ndarray:
 
 
 def _log_difference(large: np.ndarray, small: np.ndarray) -> np.ndarray:
-    """log(exp(large) - exp(small)); -inf where that is nothing but rounding."""
+    """Return log(exp(large) - exp(small)), or -inf if the difference is only rounding."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found: np.ndarray = large + np.log(-np.expm1(np.minimum(small - large, 0.0)))
     return np.where(np.isneginf(large), -math.inf, found)

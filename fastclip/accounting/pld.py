@@ -1,4 +1,4 @@
-"""The accountant "pld": privacy loss distributions, those of truncated draws by dp-accounting."""
+"""The accountant "pld", by privacy loss distributions, with dp-accounting for truncated batches."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from fastclip.core.opacus_names import register_accountant, to_load
 from fastclip.errors import ArgumentError
 
 _FINEST = 100
-"""Mesh intervals that eps_error is divided into at least."""
+"""Smallest number of mesh intervals in eps_error."""
 _TAIL = 1e-15
-"""Of a composition's mass, what dp-accounting counts as an infinite loss."""
+"""Mass of a composition that dp-accounting counts as an infinite loss."""
 _MOST_OF_A_STEP, _MOST = 2**22, 2**25
 """Mesh points of one step (in Python's own lists) and of the composition: about 2 GB."""
 _DEVIATIONS = 10.5
-"""Of the noise, beyond which dp-accounting cuts a step's loss (mass exp(-50))."""
+"""Standard deviations beyond which dp-accounting truncates a step's loss (mass exp(-50))."""
 
 
 class PLDAccountant(IAccountant):
     """An accountant of Opacus that composes by privacy loss distributions ("pld").
 
-    Neighbors differ in one row that was added or removed: epsilon is the larger of both directions.
-    It is the same for one row zeroed out.
+    Neighbors differ in one sample that is added or removed, and epsilon is the larger of both
+    directions. It is the same for one sample that is zeroed out.
 
-    Source: Koskela et al. 2020; Doroshenko et al. 2022 (the discretisation, from above);
-    arXiv 2508.15089 (truncated draws).
+    Source: Koskela et al. 2020; Doroshenko et al. 2022 (the discretization, from above);
+    arXiv 2508.15089 (truncated batches).
     """
 
     history: list[Entry]
@@ -53,7 +53,7 @@ class PLDAccountant(IAccountant):
         self.history = []
 
     def step(self, *, noise_multiplier: float, sample_rate: Rate) -> None:
-        """Record one step; `sample_rate` is a number, or a TruncatedPoisson."""
+        """Record one step. `sample_rate` is a number or a TruncatedPoisson."""
         if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
             noise_multiplier, sample_rate, steps = self.history.pop()
             self.history.append((noise_multiplier, sample_rate, steps + 1))
@@ -63,21 +63,21 @@ class PLDAccountant(IAccountant):
     def get_epsilon(
         self, delta: float, *, eps_error: float | None = None, delta_error: float | None = None
     ) -> float:
-        """Epsilon of what was recorded.
+        """Return epsilon of the recorded steps.
 
-        Formal guarantee: as of `numerical_epsilon`. If there are truncated draws: at least the tight
-        epsilon, and at most eps_error + eps_error^2 above that of delta - delta_error (the mesh is
-        fine enough for Hoeffding's bound on its rounding, which is never downwards), as long as
-        float64 carries it.
+        Formal guarantee: that of `numerical_epsilon`. With truncated batches, epsilon is at least the
+        tight value. It is at most eps_error + eps_error^2 above the tight value for delta - delta_error,
+        as long as float64 can represent it. The mesh is fine enough for Hoeffding's bound on its
+        rounding, which is never downwards.
 
         Args:
             delta: in (0, 1).
-            eps_error: as above; for truncated draws 0.01 by default.
-            delta_error: as above; for truncated draws delta / 1000 by default.
+            eps_error: as above, by default 0.01 for truncated batches.
+            delta_error: as above, by default delta / 1000 for truncated batches.
 
         Raises:
-            ArgumentError: for a value out of range; for truncated draws also a delta that float64
-                cannot tell from rounding in so many steps, or a mesh beyond the memory.
+            ArgumentError: for a value out of range. With truncated batches also for a delta within
+                float64's rounding for this number of steps, or a mesh beyond the memory.
         """
         delta = between("delta", delta, 0, 1)
         if not self.history:
@@ -97,13 +97,13 @@ class PLDAccountant(IAccountant):
         return float(losses.get_epsilon_for_delta(visible))
 
     def state_dict(self, destination: Any = None) -> Any:
-        """As Opacus; truncated draws as plain values."""
+        """Return Opacus' state, with truncated batches as plain values."""
         state = super().state_dict(destination)
         state.update(history=saved_entries(self.history), mechanism=self.mechanism())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As Opacus."""
+        """Load a state, as in Opacus."""
         history = [(sigma, decoded(rate), steps) for sigma, rate, steps in state_dict["history"]]
         super().load_state_dict(to_load(self, {**state_dict, "history": history}))
 
@@ -112,7 +112,7 @@ class PLDAccountant(IAccountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Its name for create_accountant."""
+        """Return the name for create_accountant."""
         return "pld"
 
 
@@ -120,7 +120,7 @@ register_accountant("pld", PLDAccountant, force=True)
 
 
 def distributions() -> Any:
-    """dp_accounting.pld.privacy_loss_distribution.
+    """Import dp_accounting.pld.privacy_loss_distribution.
 
     Raises:
         ArgumentError: if the library is not installed.
@@ -129,44 +129,48 @@ def distributions() -> Any:
         return importlib.import_module("dp_accounting.pld.privacy_loss_distribution")
     except ImportError as error:
         raise ArgumentError(
-            "accountant='pld' needs the library dp-accounting, which is not installed: "
-            "pip install 'fastclip[pld]', or use accountant='prv'"
+            "accountant='pld' needs the library dp-accounting, which is not installed. Run "
+            "pip install 'fastclip[pld]', or use accountant='prv'.",
+            doc="missing-libraries",
         ) from error
 
 
 def rounding(history: Iterable[Entry]) -> float:
-    """What float64 may hide of delta: the relative error of a characteristic function to the T-th.
+    """Return the part of delta that float64 may hide, the rounding of T composed steps.
 
-    Against closed forms the error is about a tenth of it.
+    It is the relative error of a characteristic function to the power T. Compared with closed forms,
+    the actual error is about a tenth of it.
     """
     return sys.float_info.epsilon * sum(64 + steps for _, _, steps in history)
 
 
 def above_rounding(history: Iterable[Entry], delta: float) -> float:
-    """`delta` without what float64 may hide of it.
+    """Return `delta` minus the part that float64 may hide.
 
     Raises:
-        ArgumentError: if that is half of it.
+        ArgumentError: if that part is half of delta or more.
     """
     lost = rounding(history)
     if delta <= 2 * lost:
         raise ArgumentError(
-            f"delta expects more than {2 * lost:.2g} for so many steps, got {delta:g}: below it the "
-            "rounding of float64 hides what was spent; use a larger delta, or accountant='rdp'"
+            f"delta expects more than {2 * lost:.2g} for this number of steps, got {delta:g}, because "
+            "rounding in float64 hides the privacy spent below it. Use a larger delta, or "
+            "accountant='rdp'.",
+            doc="privacy-budget",
         )
     return delta - lost
 
 
 def loss_distribution(history: Iterable[Entry], eps_error: float, delta_error: float) -> Any:
-    """The privacy loss of a run, rounded up.
+    """Return the privacy loss distribution of a run, rounded up.
 
     Args:
         history: at least one entry.
-        eps_error: as of PLDAccountant.get_epsilon.
-        delta_error: as of PLDAccountant.get_epsilon.
+        eps_error: as in PLDAccountant.get_epsilon.
+        delta_error: as in PLDAccountant.get_epsilon.
 
     Returns:
-        A PrivacyLossDistribution of dp-accounting, or None where a step has no noise.
+        A PrivacyLossDistribution of dp-accounting, or None if a step has no noise.
 
     Raises:
         ArgumentError: for a mesh beyond the memory.
@@ -207,25 +211,25 @@ def _of_a_step(sigma: float, rate: Rate, mesh: float) -> Any:
         return library.from_truncated_subsampled_gaussian_mechanism(
             rate.rows, rate.rate, rate.max_batch_size, sigma, **options
         )
-    # In a data set of N rows a batch is full without a certain row with probability w(N), which grows
-    # with N. The row then takes another's place, with probability q' < q: a sum moves by 2, not 1.
-    # That loss at q dominates it at q', and that of an uncut draw at q (its likelihood ratios are
-    # monotone, and every half-line is more likely under the one, less under the other), so a
-    # mixture with the largest w dominates those of all smaller N.
+    # In a data set of N samples, a batch is full without a given sample with probability w(N), which
+    # grows with N. The sample then replaces another with probability q' < q, and the sum moves by 2
+    # instead of 1. This loss at q dominates the one at q', and that of an untruncated batch at q. (Its
+    # likelihood ratios are monotone, and every half-line is more likely under one distribution and
+    # less likely under the other.) A mixture with the largest w dominates those of all smaller N.
     full = float(binom.sf(rate.max_batch_size - 1, rate.rows - 1, rate.rate))
-    uncut = poisson(sigma, rate.rate)
+    untruncated = poisson(sigma, rate.rate)
     if not full:
-        return uncut
+        return untruncated
     replaced = poisson(sigma / 2, rate.rate, neighboring_relation=library.NeighborRel.REPLACE_ONE)
-    return replaced.compute_mixture(uncut, full)
+    return replaced.compute_mixture(untruncated, full)
 
 
 def _check_mesh(parts: list[tuple[float, Rate, int]], mesh: float) -> None:
-    """Little noise makes losses so large that their lists exhaust the memory."""
+    """Check that the losses fit into memory, which they do not if there is little noise."""
     book, widest = RDPAccountant(), 0.0
     for sigma, rate, steps in parts:
         if isinstance(rate, TruncatedPoisson):
-            sigma = sigma / 2  # at most: a row that takes another's place
+            sigma = sigma / 2  # at most, if a sample replaces another
         widest = max(widest, 2 * (_DEVIATIONS / sigma + 0.5 / sigma**2))
         book.history.append((sigma, probability(rate), steps))
     with quiet_orders():
@@ -233,7 +237,8 @@ def _check_mesh(parts: list[tuple[float, Rate, int]], mesh: float) -> None:
     if widest > _MOST_OF_A_STEP * mesh or not whole <= _MOST * mesh:
         least = min(sigma for sigma, _, _ in parts)
         raise ArgumentError(
-            f"the pld accountant would need {max(widest, whole) / mesh:.1g} mesh points for a run "
-            f"whose noise multiplier goes down to {least:.4g}: use more noise, a larger eps_error, or "
-            "accountant='rdp'"
+            f"The pld accountant would need {max(widest, whole) / mesh:.1g} mesh points for a run "
+            f"whose noise multiplier goes down to {least:.4g}. Use more noise, a larger eps_error, or "
+            "accountant='rdp'.",
+            doc="privacy-budget",
         )

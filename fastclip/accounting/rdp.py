@@ -1,4 +1,4 @@
-"""Renyi differential privacy of a run, by Opacus' formulas, on a grid of orders of our own.
+"""Renyi differential privacy of a run, by Opacus' formulas on a larger grid of orders.
 
 Opacus' grid ends at order 63, where the bound of a small epsilon is still far from tight.
 """
@@ -18,8 +18,8 @@ from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from fastclip.accounting.steps import History, check_not_truncated
 from fastclip.errors import ArgumentError
 
-# Orders near 1 serve large epsilons, those beyond 63 small ones. Opacus' binomials overflow to an
-# infinite (valid, useless) bound beyond order 1029.
+# Orders near 1 are used for large epsilons, and those beyond 63 for small ones. Beyond order 1029
+# Opacus' binomials overflow to an infinite bound, which is valid but useless.
 ORDERS: tuple[float, ...] = (
     *(1.01, 1.02, 1.05),
     *(1 + tenth / 10 for tenth in range(1, 100)),
@@ -29,7 +29,7 @@ ORDERS: tuple[float, ...] = (
 
 
 def run_rdp(history: History, orders: Sequence[float] = ORDERS) -> np.ndarray:
-    """RDP of a whole run at each order: the sum over its steps, [order].
+    """Return the RDP of a whole run at each order, the sum over its steps, [order].
 
     Source: Mironov et al. 2019 (sampled Gaussian), as Opacus computes it.
     """
@@ -43,7 +43,7 @@ def run_rdp(history: History, orders: Sequence[float] = ORDERS) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def _one_step(rate: float, sigma: float, orders: tuple[float, ...]) -> np.ndarray:
-    """RDP of a step, [order]: it takes up to seconds, and runs ask for their epsilon again and again."""
+    """Return the RDP of a step, [order]. It can take seconds, so it is cached."""
     found = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=orders)
     found.setflags(write=False)
     return found
@@ -52,26 +52,26 @@ def _one_step(rate: float, sigma: float, orders: tuple[float, ...]) -> np.ndarra
 def opacus_epsilon(
     history: History, delta: float, alphas: Sequence[float] | None = None, **_: Any
 ) -> float:
-    """What RDPAccountant.get_epsilon gives, to the last bit, and soon where its steps are known."""
+    """Return RDPAccountant.get_epsilon's value, to the last bit, and faster for cached steps."""
     orders = RDPAccountant.DEFAULT_ALPHAS if alphas is None else alphas
     spent, _ = get_privacy_spent(orders=orders, rdp=run_rdp(history, orders), delta=delta)
     return float(spent)
 
 
 def checked_orders(orders: Sequence[float]) -> np.ndarray:
-    """`orders` as an array, [order].
+    """Return `orders` as an array, [order].
 
     Raises:
         ArgumentError: if it is empty, or an order is not a finite number above 1.
     """
     grid = np.asarray(orders, dtype=float)
     if grid.ndim != 1 or not grid.size or not (np.isfinite(grid) & (grid > 1)).all():
-        raise ArgumentError("orders expects a sequence of finite numbers above 1")
+        raise ArgumentError(f"orders expects a sequence of finite numbers above 1, got {orders!r}.")
     return grid
 
 
 def to_epsilon(rdp: np.ndarray, orders: Sequence[float], delta: float) -> tuple[float, float]:
-    """(epsilon, order it was found at) of an RDP curve: Theorem 21 of Balle et al. 2020."""
+    """Return (epsilon, its order) of an RDP curve, by Theorem 21 of Balle et al. 2020."""
     with quiet_orders():
         spent, order = get_privacy_spent(orders=checked_orders(orders), rdp=rdp, delta=delta)
     return max(float(spent), 0.0), float(order)
@@ -79,7 +79,7 @@ def to_epsilon(rdp: np.ndarray, orders: Sequence[float], delta: float) -> tuple[
 
 @contextmanager
 def quiet_orders() -> Iterator[None]:
-    """Without Opacus' advice on the grid: the bound at an end of the grid is loose, not wrong."""
+    """Silence Opacus' warning on the grid. The bound at an end of the grid is loose, not wrong."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the")
         yield

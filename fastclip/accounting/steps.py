@@ -1,8 +1,8 @@
-"""The steps taken: histories under names, truncated rates, and whom they protect.
+"""Recorded steps: histories under names, truncated rates, and the protected unit.
 
-A history alone cannot tell the steps of one run from equal steps of another. A segment is what one
-accountant recorded in one process, under a random name; it only grows. Two ledgers are joined by
-name: of one segment the longer state is kept, different segments add up.
+A history alone does not distinguish the steps of one run from equal steps of another. A segment holds
+the steps that one accountant recorded in one process, under a random name, and only grows. Two ledgers
+are joined by name. The longer state of one segment is kept, and different segments add up.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from fastclip.core.system import this_process
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 # -------------------------------------------------------------------------------------------------
-# Whom the steps of one accountant protect: its one epsilon is of all of them.
+# The unit that the steps of one accountant protect. Its epsilon covers all of them.
 
 
 PROTECTED_KEY = "fastclip_protected"
-"""Of a saved state."""
+"""Key of a saved state."""
 
 
 @dataclass(frozen=True)
 class Protected:
-    """The privacy unit of recorded steps, and whether their price leaves the number of units secret.
+    """The privacy unit of recorded steps, and whether their epsilon keeps the number of units secret.
 
     Args:
-        units: "row" or "unit"; empty before the first step.
-        size_is_secret: nothing depends on N.
-        data: names of data sets other than the training set whose people are among them.
+        units: "row" (one sample) or "unit". Empty before the first step.
+        size_is_secret: whether nothing depends on N.
+        data: names of other data sets with people in the training set.
     """
 
     units: frozenset[str] = frozenset()
@@ -45,40 +45,41 @@ class Protected:
     data: frozenset[str] = frozenset()
 
     def beside(self, other: Protected) -> Protected:
-        """Of these steps and others.
+        """Return the protected unit of these steps and others together.
 
         Raises:
-            ArgumentError: one epsilon would be stated for rows and for units at once.
+            ArgumentError: one epsilon would be stated for samples and for units at once.
         """
         both = self.units | other.units
         if len(both) > 1:
             raise ArgumentError(
-                "steps that protect single rows and steps that protect whole units (unit_ids) meet in "
-                "one accountant, so that one epsilon would hold for neither; use an engine of its own "
-                "for each, FastPrivacyEngine(), and state both epsilons"
+                "Steps that protect samples and steps that protect units (unit_ids) are in one "
+                "accountant, so one epsilon would hold for neither. Use one FastPrivacyEngine() for "
+                "each, and state both epsilons.",
+                doc="privacy-budget",
             )
         secret = self.size_is_secret and other.size_is_secret
         return Protected(both, secret, self.data | other.data)
 
     def saved(self) -> dict[str, Any]:
-        """As JSON and checkpoints hold it."""
+        """Return plain values for JSON and checkpoints."""
         found = {"units": sorted(self.units), "size_is_secret": self.size_is_secret}
         return found | ({"data": sorted(self.data)} if self.data else {})
 
 
 BY_OPACUS = Protected(frozenset({"row"}), False)
-"""Steps of which nothing else is known: of rows, at a rate that follows from their number."""
+"""Steps without further information. They protect samples, at a rate that follows from N."""
 
 
 def protected_by(state: Mapping[str, Any], history: Sequence[Any]) -> Protected:
-    """Whom the steps of a saved accountant protect.
+    """Return the unit that the steps of a saved accountant protect.
 
     Args:
-        state: of the accountant.
-        history: its entries, none if it has taken no step.
+        state: state of the accountant.
+        history: its entries, empty before the first step.
 
     Raises:
-        ArgumentError: it is damaged.
+        ArgumentError: the state is damaged.
     """
     saved = state.get(PROTECTED_KEY)
     if saved is None:
@@ -92,29 +93,33 @@ def protected_by(state: Mapping[str, Any], history: Sequence[Any]) -> Protected:
         found is None or found.units - {"row", "unit"} or type(found.size_is_secret) is not bool
         or any(type(name) is not str for name in found.data)
     ):  # fmt: skip
-        raise ArgumentError(f"{PROTECTED_KEY} of a saved accountant is damaged: {saved!r}")
+        raise ArgumentError(
+            f"{PROTECTED_KEY} of the saved accountant is damaged, got {saved!r}. Resume from another "
+            "checkpoint.",
+            doc="checkpoints",
+        )
     return found
 
 
 # -------------------------------------------------------------------------------------------------
-# Poisson draws that are cut to a largest batch, as histories hold them in the place of a rate.
+# Sampled batches that are truncated to a largest size, which histories hold instead of a rate.
 
 
 @dataclass(frozen=True)
 class TruncatedPoisson:
-    """Each row is drawn with probability `rate`; of more than `max_batch_size` that many are kept.
+    """Poisson sampling at `rate`, truncated to a random subset of at most `max_batch_size` samples.
 
-    Those that are kept are a uniformly random subset of the draw. It takes the place of a sample rate
-    wherever fastclip.accounting expects one. It is no number on purpose: an accountant that does not
-    know it fails, where a rate alone would be read as an uncut draw, which costs less.
+    The subset is uniformly random. Pass it instead of a sample rate anywhere in fastclip.accounting. It
+    is deliberately not a number, so an accountant that does not support it fails. A rate alone would be
+    read as an untruncated batch, which has a lower privacy cost.
 
     Args:
         rate: q in (0, 1].
-        rows: N of the larger of two neighbors, public: the number of rows of the data set, where a
-            neighbor lacks one of them.
-        max_batch_size: the most rows of a logical batch, at least 1.
-        at_most: `rows` is a public upper bound, and what is accounted holds for every data set of at
-            most so many rows. It costs next to nothing while a cut is rare.
+        rows: the public number N of samples in the larger of two neighbors, which is the data set if
+            a neighbor lacks one sample.
+        max_batch_size: the most samples of a logical batch, at least 1.
+        at_most: `rows` is a public upper bound, and the accounting holds for every data set of at most
+            that size. The additional cost is close to zero if truncation is rare.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a value out of range, or of another type.
@@ -130,36 +135,37 @@ class TruncatedPoisson:
         keep(self, rows=whole("rows", self.rows, 1))
         keep(self, max_batch_size=whole("max_batch_size", self.max_batch_size, 1))
         if not isinstance(self.at_most, bool):
-            raise ArgumentTypeError(f"at_most expects True or False, got {self.at_most!r}")
+            raise ArgumentTypeError(f"at_most expects True or False, got {self.at_most!r}.")
 
     def __mul__(self, joined: object) -> TruncatedPoisson:
-        """Itself, for the one draw of a step; Opacus multiplies a rate by the batches that it joins.
+        """Return itself for one sampled batch. Opacus multiplies a rate by the batches of a step.
 
         Raises:
-            StepError: for several draws in one step, of which no accounting is known.
+            StepError: for several sampled batches in one step, for which no accounting is known.
         """
         if type(joined) is not int:
             return NotImplemented
         if joined != 1:
             raise StepError(
-                f"this step joins {joined} draws that are cut to max_batch_size="
-                f"{self.max_batch_size}, for which no accounting is known; call optimizer.step() after "
-                "every draw"
+                f"This step joins {joined} sampled batches truncated to max_batch_size="
+                f"{self.max_batch_size}, and no accounting is known for that. Call optimizer.step() "
+                "after every sampled batch.",
+                doc="privacy-budget",
             )
         return self
 
 
 Rate: TypeAlias = "float | TruncatedPoisson"
-"""How the rows of a step were drawn: the rate of a Poisson draw, or a draw that is cut."""
+"""Sampling of a step: the rate of Poisson sampling, or a truncated batch."""
 
 
 def probability(rate: Rate) -> float:
-    """q: with which a row is drawn."""
+    """Return q, the probability with which a sample is drawn."""
     return rate.rate if isinstance(rate, TruncatedPoisson) else rate
 
 
 def checked_rate(rate: Any) -> Rate:
-    """`rate` as a sample rate in (0, 1], or as the truncated draw that it is.
+    """Return `rate` as a sample rate in (0, 1], or unchanged if it is a TruncatedPoisson.
 
     Raises:
         ArgumentError, ArgumentTypeError: if it is neither.
@@ -170,35 +176,36 @@ def checked_rate(rate: Any) -> Rate:
 
 
 def check_not_truncated(entries: Any, mechanism: str) -> None:
-    """Only "pld" knows what a truncated draw costs.
+    """Check that only "pld" gets truncated batches, for which it alone has an epsilon.
 
     Args:
         entries: (noise multiplier, rate, steps).
-        mechanism: of the accountant that would read them.
+        mechanism: mechanism of the accountant that would read them.
 
     Raises:
-        ArgumentError: if there is one and the accountant is another.
+        ArgumentError: for truncated batches and another accountant.
     """
     if mechanism == "pld":
         return
     for _, rate, _ in entries:
         if isinstance(rate, TruncatedPoisson):
             raise ArgumentError(
-                f"{mechanism!r} does not know what draws cost that are cut to max_batch_size="
-                f"{rate.max_batch_size}: use accountant='pld', or sample without max_batch_size"
+                f"accountant={mechanism!r} cannot account for batches truncated to max_batch_size="
+                f"{rate.max_batch_size}. Use accountant='pld', or sample without max_batch_size.",
+                doc="privacy-budget",
             )
 
 
 def encoded(rate: Rate) -> float | dict[str, Any]:
-    """A rate as JSON and checkpoints hold it; an uncut one stays the number that Opacus reads."""
+    """Return a rate for JSON and checkpoints. A plain rate is unchanged, for Opacus."""
     return asdict(rate) if isinstance(rate, TruncatedPoisson) else rate
 
 
 def decoded(saved: Any) -> Rate:
-    """What `encoded` returned, perhaps by way of JSON.
+    """Return the rate of an `encoded` value, also after JSON.
 
     Raises:
-        TypeError, ValueError: if it is neither.
+        TypeError, ValueError: for any other value.
     """
     if isinstance(saved, Mapping):
         return TruncatedPoisson(**saved)
@@ -209,15 +216,15 @@ def decoded(saved: Any) -> Rate:
 
 
 Entry = tuple[float, Rate, int]
-"""(noise multiplier, sampling rate, steps), as Opacus' accountants keep it."""
+"""(noise multiplier, sampling rate, steps), as in Opacus' accountants."""
 History = Sequence[Entry]
-"""What an accountant holds of a whole run."""
+"""The entries of a whole run."""
 Segments = dict[str, list[Entry]]
-"""Name -> what was recorded under it, in the order in which it was first seen."""
+"""Name -> the entries recorded under it, in the order of their first appearance."""
 
 
 class Spent(NamedTuple):
-    """Of a ledger as it stood: its steps, and whom they protect."""
+    """Snapshot of a ledger: its steps, and the unit that they protect."""
 
     segments: Segments
     protected: Protected
@@ -225,18 +232,18 @@ class Spent(NamedTuple):
 
 SEGMENTS_KEY = "segments"
 DIGEST = "fastclip_digest"
-"""Of an accountant's state."""
+"""Key of the digest in an accountant's state."""
 LINES = "fastclip_lines"
-"""Of an accountant's state: those of other data sets, by name."""
+"""Key of the lines of other data sets, by name, in an accountant's state."""
 
 
 def new_name() -> str:
-    """That nothing else bears; never of a generator that a script seeds."""
+    """Return a unique name, never from a generator that a script may seed."""
     return os.urandom(8).hex()
 
 
 def runs(entries: Iterable[Entry]) -> list[Entry]:
-    """Adjacent entries of equal noise and rate as one, as step() keeps them."""
+    """Merge adjacent entries of equal noise and rate, as step() does."""
     return [
         (sigma, rate, sum(steps for _, _, steps in same))
         for (sigma, rate), same in groupby(entries, key=lambda entry: entry[:2])
@@ -244,12 +251,15 @@ def runs(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def joined(segments: Segments) -> list[Entry]:
-    """All of them as one history."""
+    """Return all segments as one history."""
     return runs(chain.from_iterable(segments.values()))
 
 
 def remainder(longer: list[Entry], shorter: list[Entry]) -> list[Entry] | None:
-    """What `longer` has beyond `shorter`; None if it does not begin with it. Both are `runs`."""
+    """Return the entries of `longer` after `shorter`, or None if it does not begin with it.
+
+    Both are results of `runs`.
+    """
     if not shorter:
         return longer
     last = len(shorter) - 1
@@ -263,7 +273,7 @@ def remainder(longer: list[Entry], shorter: list[Entry]) -> list[Entry] | None:
 
 
 def union(own: Segments, others: Segments) -> Segments:
-    """Every step of either. One name with two stories (tampered, or a copied memory) is two runs."""
+    """Return every step of either. Two histories under one name (a copy, or tampering) both count."""
     merged = dict(own)
     for name, entries in others.items():
         known = merged.get(name, [])
@@ -275,40 +285,41 @@ def union(own: Segments, others: Segments) -> Segments:
 
 
 def saved_entries(entries: Iterable[Entry]) -> list[tuple[float, Any, int]]:
-    """A history as plain values, for JSON and checkpoints."""
+    """Return a history as plain values, for JSON and checkpoints."""
     return [(float(sigma), encoded(rate), int(steps)) for sigma, rate, steps in entries]
 
 
 def digest(state: Mapping[str, Any]) -> str:
-    """Of what a state says was spent: a flipped bit of a ledger is seen, wherever it was stored.
+    """Return a digest of a state's steps, which detects a flipped bit wherever the state was stored.
 
     Args:
-        state: of an accountant, perhaps by way of JSON.
+        state: state of an accountant, also after JSON.
     """
     named = sorted(
         (name, saved_entries(_entries(part))) for name, part in state[SEGMENTS_KEY].items()
     )
-    said = [
+    values = [
         mechanism_of(state),
         saved_entries(_entries(state["history"])),
         named,
         state[PROTECTED_KEY],
     ]
     if state.get(LINES):
-        said.append(sorted((name, line[DIGEST]) for name, line in state[LINES].items()))
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        values.append(sorted((name, line[DIGEST]) for name, line in state[LINES].items()))
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
-    """The segments of an accountant's state.
+    """Return the segments of an accountant's state.
 
-    A history without names (of plain Opacus, or changed by hand) gets a new one: it is not known to
-    be of any run, so it will be added. One that lacks steps that are named is counted beside them.
+    A history without names (of plain Opacus, or changed by hand) gets a new name. It cannot be
+    identified with any run, so it is added. A history that lacks named steps is counted in addition to
+    them.
 
     Args:
-        saved: what state_dict() returned, perhaps by way of JSON.
-        mechanism: of the accountant that reads it.
-        place: where it comes from, for messages.
+        saved: the result of state_dict(), also after JSON.
+        mechanism: mechanism of the accountant that reads it.
+        place: the origin of the state, for messages.
 
     Raises:
         ArgumentError: if it is damaged, or of another accountant.
@@ -321,16 +332,18 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
         for part in (history, *named.values()):
             check_entries(part)
         if DIGEST in saved and saved[DIGEST] != digest(saved):
-            raise ValueError("its digest is of other steps")
+            raise ValueError("its digest belongs to other steps")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArgumentError(
-            f"{place} is damaged, so what its run has spent is not known ({error!r}); resume from "
-            "another checkpoint"
+            f"{place} is damaged ({error!r}), so the privacy spent by its run is unknown. Resume from "
+            "another checkpoint.",
+            doc="checkpoints",
         ) from None
     if found != mechanism:
         raise ArgumentError(
-            f"{place} was accounted by {found!r}, this run by {mechanism!r}; resume with "
-            f"accountant={found!r}"
+            f"{place} was accounted by {found!r}, but this run uses {mechanism!r}. Resume with "
+            f"accountant={found!r}.",
+            doc="checkpoints",
         )
     by_name, whole = _totals(joined(named)), _totals(history)
     if by_name == whole:
@@ -341,14 +354,14 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
 
 
 def check_entries(history: Iterable[Entry]) -> None:
-    """Refuse steps that no run has, and that would cost nothing, or less.
+    """Check for impossible steps, which could have a zero or negative cost.
 
     Raises:
-        ValueError: naming the entry.
+        ValueError: for such an entry. The message names it.
     """
     for sigma, rate, steps in history:
         if not (0 <= sigma < math.inf and 0 < probability(rate) <= 1 and steps >= 0):
-            raise ValueError(f"no run has steps of {(sigma, rate, steps)}")
+            raise ValueError(f"no run can have the steps {(sigma, rate, steps)}")
 
 
 def _entries(history: Any) -> list[Entry]:
@@ -358,7 +371,7 @@ def _entries(history: Any) -> list[Entry]:
 
 def _steps(saved: Any) -> int:
     if isinstance(saved, bool) or int(saved) != saved or saved < 0:
-        raise ValueError(f"{saved!r} is no number of steps")
+        raise ValueError(f"{saved!r} is not a number of steps")
     return int(saved)
 
 
@@ -370,15 +383,15 @@ def _totals(history: Iterable[Entry]) -> Counter[tuple[float, Rate]]:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the segments of a ledger are called (fastclip.accounting.steps).
+# Names of the segments of a ledger.
 
 
 class Names:
-    """Those of one ledger, in one process.
+    """Names of the segments of one ledger, in one process.
 
-    Ranks that take every step together record it under one name, so that it counts once: the first
-    one's, and a number. Steps that one of them takes alone are under a name that nobody else gives, and
-    add up. So are those of a fork.
+    Ranks that take every step together record it under one name, so it counts once. The name is the
+    first rank's, and a number. Steps that one rank takes alone have a unique name and add up. So do
+    the steps of a fork.
     """
 
     def __init__(self) -> None:
@@ -386,18 +399,18 @@ class Names:
         self.process = this_process()
 
     def share(self, name: str) -> None:
-        """All ranks have been given this one, and nobody else."""
+        """Set the name that all ranks share, and no other process."""
         self._shared, self._given, self._alone = name, 0, False
         self.process = this_process()
 
     def alone(self, alone: bool) -> bool:
-        """Whether the next steps need another name: they are this process' own, or again all ranks'."""
+        """Return whether the next steps need another name, after a change between alone and shared."""
         changed = bool(self._shared) and alone != self._alone
         self._alone = alone
         return changed
 
     def new(self) -> str:
-        """That of the segment that begins."""
+        """Return the name of a new segment."""
         process = this_process()
         if process != self.process:
             self._shared, self.process = "", process

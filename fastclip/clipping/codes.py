@@ -1,7 +1,7 @@
-"""What kernels are told of fastclip's own strategies: codes of their parts, and the numbers of each.
+"""Codes and numbers by which kernels identify fastclip's own strategies.
 
-The one table for Triton (ops/triton/clip_scale.py) and CUDA (ops/cuda.py). csrc/cuda/clip_scale.cuh has
-the same codes and the same limit in its own words, which tests/clipping/test_codes.py compares.
+Triton (ops/triton/clip_scale.py) and CUDA (ops/cuda.py) share this table. csrc/cuda/clip_scale.cuh
+repeats the codes and the limit, and tests/clipping/test_codes.py compares them.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ POLICIES: dict[type, PolicyCode] = {
 
 
 class ClipNumbers(NamedTuple):
-    """What clip_scale computes with, beside tensors."""
+    """Numbers that clip_scale uses in addition to tensors."""
 
     scale: ScaleCode
     policy: PolicyCode
     parameter: float
-    """eps or gamma of the scale function; of AUTO_V, `hidden_square`."""
+    """eps or gamma of the scale function, or `hidden_square` for AUTO_V."""
     tau: float
     """A quantile's counts compare norms with tau C."""
     below: bool
-    """A quantile counts norms within it, not beyond."""
+    """A quantile counts norms up to tau C, not beyond."""
     centred: bool
     """A sample counts +1/2 or -1/2, not 1 or 0."""
     room: float
-    """What scales are multiplied by to leave room for rounding: 1 - margin."""
+    """Factor of the scales for the rounding margin: 1 - margin, or 1."""
     within: float
-    """What thresholds are multiplied by in its place; one of the two is 1."""
+    """Factor of the thresholds for the rounding margin. One of the two factors is 1."""
 
 
 def clip_numbers(strategy: Any) -> ClipNumbers | None:
-    """Codes and numbers of a strategy for float32 norms; None where a part is a user's own."""
+    """Return codes and numbers of a strategy for float32 norms, or None if a part is user-defined."""
     scale, policy = strategy.scale, strategy.threshold
     kind, way = SCALES.get(type(scale)), POLICIES.get(type(policy))
     if kind is None or way is None:
@@ -98,14 +98,14 @@ def clip_numbers(strategy: Any) -> ClipNumbers | None:
 
 
 class StepNumbers(NamedTuple):
-    """What threshold_step computes with, beside tensors and the batch size."""
+    """Numbers that threshold_step uses in addition to tensors and the batch size."""
 
     policy: PolicyCode
     rate: float
-    """A quantile's learning rate, negative where counts within it raise the fraction."""
+    """A quantile's learning rate, negative if norms are counted "below"."""
     target: float
     shift: float
-    """Added to a quantile's fraction: 1/2 where samples count +1/2 or -1/2."""
+    """Added to a quantile's fraction: 1/2 if samples count +1/2 or -1/2."""
     lower: float
     upper: float
     largest: float
@@ -113,7 +113,7 @@ class StepNumbers(NamedTuple):
 
 
 def step_numbers(policy: Any) -> StepNumbers | None:
-    """Codes and numbers of a policy; None where it counts nothing, or is a user's own."""
+    """Return codes and numbers of a policy, or None if it counts nothing or is user-defined."""
     way = POLICIES.get(type(policy))
     if not way:
         return None

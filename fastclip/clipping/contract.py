@@ -1,10 +1,10 @@
-"""A strategy must keep what it claims: looked at on a grid of norms before any sample is read.
+"""Checks that a strategy keeps the sensitivity it states, on a grid of norms, before any data is read.
 
-Noise is scaled to the sensitivity that a strategy states. A scale function or a policy of one's own
-that states too small a one would train without its guarantee and without an error.
+Noise is scaled to the sensitivity that a strategy states. If a user's scale function or policy states
+too small a value, training would silently lose its guarantee.
 
-`make_private` runs the check by itself, in some milliseconds; `fastclip.testing.check_strategy` runs
-the same one over a denser grid.
+`make_private` runs the check by itself, in some milliseconds. `fastclip.testing.check_strategy` runs
+the same check over a denser grid.
 """
 
 from __future__ import annotations
@@ -20,46 +20,48 @@ from fastclip.errors import ArgumentError
 
 _TYPES = (torch.float32, torch.float64)
 _WILD = (0.5, -0.5, 5.0, -50.0)
-"""Counts of some steps, over the size of a batch: with little data they are nearly only noise."""
+"""Counts of some steps over the batch size. With little data they are almost only noise."""
 _BATCH = 100.0
 _MANY = 8
 _COUNTED = 256
-"""Groups whose counts are looked at: each takes calls of its own, as long as there are groups."""
+"""Groups whose counts are checked. Each group takes its own calls, which grow with their number."""
 _POINTS = 4096
-"""Norms of one scan from 1e-6 to 1e6 thresholds, which its groups or layers share."""
+"""Norms of one scan from 1e-6 to 1e6 thresholds, shared by the groups or layers."""
 _FEWEST = 64
-"""Of a group or layer, however many there are."""
+"""Fewest norms per group or layer, however many there are."""
 _GOLDEN = 0.6180339887498949
-"""Scans are shifted against each other by multiples of it: together they leave small gaps."""
+"""Scans are shifted by multiples of it, so together they leave small gaps."""
 _STEPS = 20
 
 
 def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINTS) -> None:
-    """Compare contributions, counts and the noise schedule with what the strategy says of them.
+    """Compare contributions, counts and the noise schedule with what the strategy states.
 
-    At the thresholds given, at others, and at those that wildly noisy counts lead to; for norms
+    The check uses the given thresholds, others, and those that very noisy counts lead to. Norms are
     around the thresholds, 0, subnormal, huge, inf and NaN, in every group and layer, in float32 and
-    float64. A misbehavior within a range of norms narrower than the grid is not seen: with the
-    default about 0.7% of the norm, with fewer points a group or layer more. Counts are looked at in all
-    groups up to 256, and beyond in as many of them, from the first to the last.
+    float64. A violation within a range of norms narrower than the grid is not found. That range is
+    about 0.7% of the norm by default, and more if groups or layers share the points. Counts are checked
+    in up to 256 groups, evenly chosen from the first to the last.
 
     Args:
+        strategy: the strategy to check.
         initial: the thresholds at the first step.
         points: number of norms in a scan over twelve decades, shared by groups or layers.
 
     Raises:
         ArgumentError: a sample could contribute more than the stated sensitivity, change another
-            sample's scale, or change the counts by more than their sensitivity; thresholds move
-            otherwise than in a real step; or the schedule's noise is not what it plans.
+            sample's scale, or change the counts by more than their sensitivity. Also if thresholds
+            change outside a real step, or if the schedule's noise differs from its plan.
     """
     _check_schedule(strategy)
     states = list(_states(strategy, initial))
     for number, state in enumerate(states):
         for name, value in state.tensors().items():
             if not bool((torch.isfinite(value) & (value > 0)).all()):
-                raise ArgumentError(
-                    f"{strategy.kind}: thresholds expect positive finite numbers, but {name} becomes "
-                    f"{value.tolist()}"
+                raise _broken(
+                    strategy,
+                    f"expects positive finite thresholds, but {name} becomes {value.tolist()}. Correct "
+                    "initial() or move() of its threshold policy.",
                 )
         before = {name: value.clone() for name, value in state.tensors().items()}
         for i, dtype in enumerate(_TYPES):
@@ -70,24 +72,26 @@ def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINT
         if strategy.threshold.count_noise_ratio is not None and number in (0, len(states) - 1):
             for group in _some_groups(strategy.threshold.num_groups or 1):
                 _check_counts(strategy, state, group, points)
-        _check_still(strategy, before, state, "asked for scales or counts")
+        _check_still(strategy, before, state, "when it computes scales or counts")
 
 
 def _check_schedule(strategy: Clipping) -> None:
-    """The noise that a run uses, step by step, must be positive, and what was planned."""
+    """Check that the noise of each step is positive and equal to the planned one."""
     schedule = strategy.noise
     steps = min(getattr(schedule, "total_steps", _STEPS), _STEPS)
     factors = [float(schedule.factor(step)) for step in range(steps)]
     if not all(0 < factor < float("inf") for factor in factors):
-        raise ArgumentError(
-            f"{strategy.kind}: the noise schedule's factors expect positive finite numbers, got "
-            f"{factors} for the first steps"
+        raise _broken(
+            strategy,
+            f"expects positive finite factors of its noise schedule, got {factors} for the first steps. "
+            "Correct factor().",
         )
     planned = [factor for factor, count in schedule.runs(steps) for _ in range(count)]
     if planned != factors:
-        raise ArgumentError(
-            f"{strategy.kind}: the noise schedule's runs() plan the factors {planned}, but factor() "
-            f"gives {factors} for the first steps; epsilon would be planned for other noise"
+        raise _broken(
+            strategy,
+            f"plans the noise factors {planned} in runs(), but factor() returns {factors} for the first "
+            "steps, so the planned epsilon would be wrong. Make both agree.",
         )
 
 
@@ -96,10 +100,10 @@ def _check_still(
 ) -> None:
     for name, value in state.tensors().items():
         if not torch.equal(before[name], value):
-            raise ArgumentError(
-                f"{strategy.kind}: {name} moves when the strategy is {when}, from "
-                f"{before[name].tolist()} to {value.tolist()}; thresholds move in real steps alone, in "
-                "move() of a policy whose `moves` is True, which returns a new state"
+            raise _broken(
+                strategy,
+                f"changes {name} {when}, from {before[name].tolist()} to {value.tolist()}. Change "
+                "thresholds only in move() of a policy with moves=True, and return a new state.",
             )
 
 
@@ -119,9 +123,9 @@ def _states(strategy: Clipping, initial: Thresholds) -> Iterator[Thresholds]:
             counts = (wave * factor * _BATCH).view(policy.count_shape)
         before = {name: value.clone() for name, value in state.tensors().items()}
         moved = policy.move(state, counts, _BATCH, step)
-        _check_still(strategy, before, state, "asked for the next thresholds")
+        _check_still(strategy, before, state, "when it computes the next thresholds")
         if not policy.moves:
-            _check_still(strategy, before, moved, "one that says it has constant thresholds")
+            _check_still(strategy, before, moved, "although its moves is False")
             return
         state = moved
         yield state
@@ -130,18 +134,21 @@ def _states(strategy: Clipping, initial: Thresholds) -> Iterator[Thresholds]:
 def _check_scales(
     strategy: Clipping, state: Thresholds, norms: Tensor, groups: Tensor | None
 ) -> Tensor:
-    """The scales [l, b], none of which lets a sample contribute more than stated."""
+    """Return the scales [l, b], after a check that no sample contributes more than stated."""
     stated = float(strategy.sensitivity(state))
     if not 0 < stated < float("inf"):
-        raise ArgumentError(
-            f"{strategy.kind}: sensitivity expects a positive finite number, got {stated}"
+        raise _broken(
+            strategy,
+            f"expects a positive finite sensitivity, got {stated}. Correct sensitivity() of its scale "
+            "function.",
         )
     total, scales = _scales(strategy, state, norms, groups)
     alive = torch.isfinite(total)
     if bool((scales[:, ~alive] != 0).any()):
-        raise ArgumentError(
-            f"{strategy.kind}: a sample whose norm is not finite expects scale 0, as Clipping.scales "
-            "gives it"
+        raise _broken(
+            strategy,
+            "gives a nonzero scale to a sample with a non-finite norm. Return scale 0 for it, as "
+            "Clipping.scales does.",
         )
     parts = scales.double() * norms.double().masked_fill(~alive, 0)
     sizes = torch.linalg.vector_norm(parts, dim=0)
@@ -150,11 +157,12 @@ def _check_scales(
         i = int(wrong.nonzero()[0])
         where = "" if groups is None else f" in group {int(groups[i])}"
         norm = float(torch.linalg.vector_norm(norms[:, i].double()))
-        raise ArgumentError(
-            f"{strategy.kind}: a sample whose gradient has norm {norm:g}{where} would contribute "
-            f"{float(sizes[i]):g} at max_grad_norm={float(strategy.max_grad_norm(state)):g} "
-            f"({norms.dtype}), but the sensitivity that the strategy states, and noise is scaled to, is "
-            f"{stated:g}; correct the scale function (scales are numbers >= 0) or its sensitivity()"
+        raise _broken(
+            strategy,
+            f"states sensitivity {stated:g}, but a sample with gradient norm {norm:g}{where} "
+            f"contributes {float(sizes[i]):g} at max_grad_norm={float(strategy.max_grad_norm(state)):g} "
+            f"({norms.dtype}), so noise would be too small. Correct the scale function (scales are >= "
+            "0) or its sensitivity().",
         )
     return scales
 
@@ -162,8 +170,8 @@ def _check_scales(
 def _scales(
     strategy: Clipping, state: Thresholds, norms: Tensor, groups: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The whole norms, [b], and the scales [l, b], for norms [l, b] of the layers."""
-    norm_sq = norms.square()  # as the engine has them: of a tiny norm nothing is left
+    """Return the whole norms [b] and the scales [l, b] for norms [l, b] of the layers."""
+    norm_sq = norms.square()  # as in the engine, where the square of a tiny norm underflows
     layered = norm_sq.sqrt() if strategy.threshold.per_layer else None
     total = norm_sq.sum(0).sqrt()
     return total, strategy.scales(total, state, groups, layered).expand_as(norms)
@@ -172,7 +180,7 @@ def _scales(
 def _check_independence(
     strategy: Clipping, state: Thresholds, norms: Tensor, groups: Tensor | None, scales: Tensor
 ) -> None:
-    """A sample's scale must be its own: among all (`scales`), among some, and among fewer."""
+    """Check that scales do not depend on the batch: all norms (`scales`), some, and fewer of them."""
     thresholds = state.threshold.max()
     usual = (norms > 1e-3 * thresholds).all(0) & (norms < 1e3 * thresholds).all(0)
     usual = usual.nonzero().flatten()
@@ -186,18 +194,20 @@ def _check_independence(
     ):  # fmt: skip
         off = (found - alone).abs() > margin * alone.abs()
         if bool(off.any()):
-            sample, i = off.nonzero()[0].tolist()
-            raise ArgumentError(
-                f"{strategy.kind}: a sample's scale is {float(found[sample, i]):g} in one batch and "
-                f"{float(alone[sample, i]):g} in another, so it depends on the other samples (or on "
-                "chance) and one sample would change the others' contributions; compute s(n) from "
-                "the sample's own norm, the state and its group"
+            layer, i = off.nonzero()[0].tolist()
+            raise _broken(
+                strategy,
+                f"gives a sample scale {float(found[layer, i]):g} in one batch and "
+                f"{float(alone[layer, i]):g} in another, so it depends on other samples or on chance. "
+                "Compute each scale from the sample's own norm, the state and its group.",
             )
     if groups is not None:
         nobody = torch.full_like(groups[some], -1)
         if bool((_scales(strategy, state, norms[:, some], nobody)[1] != 0).any()):
-            raise ArgumentError(
-                f"{strategy.kind}: a row of group -1 expects scale 0, as Clipping.scales gives it"
+            raise _broken(
+                strategy,
+                "gives a nonzero scale to a sample of group -1. Return scale 0 for it, as "
+                "Clipping.scales does.",
             )
 
 
@@ -212,30 +222,31 @@ def _numbers(values: Iterable[float]) -> Tensor:
 def _norms(
     strategy: Clipping, state: Thresholds, dtype: torch.dtype, shift: float, points: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Norms of the layers' gradients, [l, b] (of the whole one [1, b]), and the groups [b]."""
+    """Return norms of the layers' gradients [l, b] (or of the whole gradient [1, b]) and groups [b]."""
     info = torch.finfo(dtype)
-    special = [0.0, 5e-324, 1e-45, info.tiny, info.max, 1e154, float("inf"), float("nan")]
-    absolute = _numbers(special)
+    edge = [0.0, 5e-324, 1e-45, info.tiny, info.max, 1e154, float("inf"), float("nan")]
+    absolute = _numbers(edge)
     absolute = torch.cat(
         [absolute, torch.logspace(-40, 40, 161, dtype=torch.float64, device="cpu")]
     )
     near = 2.0 ** -_numbers(range(1, 30))
-    beside = torch.linspace(0.05, 8, 160, dtype=torch.float64, device="cpu")
+    usual = torch.linspace(0.05, 8, 160, dtype=torch.float64, device="cpu")
     thresholds = state.threshold.reshape(-1, 1)  # [k or l, 1]
-    samples = len(thresholds)
-    each = max(points // max(samples, strategy.threshold.num_groups or 1), _FEWEST)
+    count = len(thresholds)
+    each = max(points // max(count, strategy.threshold.num_groups or 1), _FEWEST)
     scan = torch.arange(each, dtype=torch.float64, device="cpu") + shift
-    around = torch.cat([1 - near, _numbers([1]), 1 + near, beside, 10 ** (scan * 12 / each - 6)])
-    norms = torch.cat([absolute.expand(samples, -1), thresholds * around], dim=1)  # [k or l, n]
+    around = torch.cat([1 - near, _numbers([1]), 1 + near, usual, 10 ** (scan * 12 / each - 6)])
+    norms = torch.cat([absolute.expand(count, -1), thresholds * around], dim=1)  # [k or l, n]
     if strategy.threshold.per_layer:
         halves = [norms.clone(), norms.clone()]  # some layers large, the others silent
         halves[0][::2], halves[1][1::2] = 0, 0
         return torch.cat([norms, *halves], dim=1).to(dtype), None
-    count = strategy.threshold.num_groups
-    if count is None:
+    num_groups = strategy.threshold.num_groups
+    if num_groups is None:
         return norms.reshape(1, -1).to(dtype), None
-    groups = torch.arange(count, dtype=torch.int64, device="cpu").repeat_interleave(norms.shape[1])
-    return norms.expand(count, -1).reshape(1, -1).to(dtype), groups
+    groups = torch.arange(num_groups, dtype=torch.int64, device="cpu")
+    groups = groups.repeat_interleave(norms.shape[1])
+    return norms.expand(num_groups, -1).reshape(1, -1).to(dtype), groups
 
 
 def _some_groups(count: int) -> list[int]:
@@ -254,24 +265,30 @@ def _check_counts(strategy: Clipping, state: Thresholds, group: int, points: int
     theirs = five % (policy.num_groups or 1) if grouped else None
     without = policy.count(others, state, theirs)
     if tuple(without.shape) != tuple(policy.count_shape):
-        raise ArgumentError(
-            f"{strategy.kind}: count() expects counts of the shape {tuple(policy.count_shape)} that "
-            f"the policy states in count_shape, got {tuple(without.shape)}"
+        raise _broken(
+            strategy,
+            f"states count_shape {tuple(policy.count_shape)}, but count() returns counts of shape "
+            f"{tuple(without.shape)}. Correct count() or count_shape.",
         )
     for value in values:
         norms = torch.cat([others, _numbers([value])])
         members = None if theirs is None else torch.cat([theirs, five.new_tensor([group])])
         change = float(torch.linalg.vector_norm(policy.count(norms, state, members) - without))
         if not change <= policy.count_sensitivity * (1 + 1e-9):
-            raise ArgumentError(
-                f"{strategy.kind}: one sample of norm {value:g} changes the counts by {change:g}, "
-                f"more than the count_sensitivity {policy.count_sensitivity:g} that the policy "
-                "states and their noise is scaled to; correct count() or count_sensitivity"
+            raise _broken(
+                strategy,
+                f"states count_sensitivity {policy.count_sensitivity:g}, but a sample of norm {value:g} "
+                f"changes the counts by {change:g}, so their noise would be too small. Correct count() "
+                "or count_sensitivity.",
             )
     if theirs is not None:
         members = torch.cat([theirs, five.new_tensor([-1])])
         if not torch.equal(policy.count(norms, state, members), without):
-            raise ArgumentError(
-                f"{strategy.kind}: a row of group -1 belongs to no sample, so count() expects to leave "
-                "it out"
+            raise _broken(
+                strategy,
+                "counts a sample of group -1, which is in no group. Leave it out in count().",
             )
+
+
+def _broken(strategy: Clipping, what: str) -> ArgumentError:
+    return ArgumentError(f"The strategy ({strategy.kind}) {what}", doc="layer-rule")

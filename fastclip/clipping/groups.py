@@ -1,7 +1,7 @@
-"""Threshold policies that know groups: DPSGD-F and naive reweighting (Xu, Du and Wu 2020).
+"""Threshold policies for groups: DPSGD-F and naive reweighting (Xu, Du and Wu 2020).
 
-Noise makes counts negative and ratios huge, which the paper leaves open. Here counts are clamped at
-0, sizes of groups at 1 and ratios at a public maximum; the denominator is the public B, never the
+Noise can make counts negative and ratios huge, which the paper does not treat. Here counts are clamped
+at 0, sizes of groups at 1 and ratios at a public maximum. The denominator is the public B, never the
 realized batch size.
 """
 
@@ -32,7 +32,7 @@ class _Groups(ThresholdPolicy):
         keep(self, num_groups=whole("num_groups", self.num_groups, 1))
         keep(self, count_noise_ratio=positive("count_noise_ratio", self.count_noise_ratio))
         if self.thresholds not in STEPS:
-            raise ArgumentError(f"thresholds expects one of {STEPS}, got {self.thresholds!r}")
+            raise ArgumentError(f"thresholds expects one of {STEPS}, got {self.thresholds!r}.")
 
     @property
     def same_step(self) -> bool:  # type: ignore[override]
@@ -44,19 +44,20 @@ class _Groups(ThresholdPolicy):
 
 @dataclass(frozen=True)
 class Group(_Groups):
-    """C_k = C_0 * (1 + (m_k / b_k) / (m / B)): DPSGD-F, Algorithm 2.
+    """C_k = C_0 * (1 + (m_k / b_k) / (m / B)), DPSGD-F, Algorithm 2.
 
-    m_k counts the norms of group k beyond C_0, o_k the others, b_k = m_k + o_k and m = sum m_k, all
-    noisy. S is the largest C_k. Equal groups get C_k = 2 C_0.
+    m_k counts the norms of group k above C_0, and o_k the others. b_k = m_k + o_k and m = sum m_k. All
+    of them are noisy. S is the largest C_k. Equal groups get C_k = 2 C_0.
 
-    Formal guarantee: one sample adds one 1 to the 2 K counts, whose L2 sensitivity is therefore 1;
-    the thresholds are post-processing of noisy counts.
+    Formal guarantee: one sample adds 1 to one of the 2 K counts, so their L2 sensitivity is 1. The
+    thresholds are post-processing of noisy counts.
 
     Args:
-        num_groups: K. count_noise_ratio: r = sigma_count / sigma_grad.
-        thresholds: "same_step" clips a batch at the thresholds of its own counts, as the paper does
-            (the logical batch must be one physical batch); "previous_step" at those of the step
-            before, the first one at ratio 1.
+        num_groups: K.
+        count_noise_ratio: r = sigma_count / sigma_grad.
+        thresholds: "same_step" clips a batch at thresholds from its own counts, as in the paper. The
+            logical batch must then be one physical batch. "previous_step" uses the counts of the step
+            before, and ratio 1 in the first step.
         max_ratio: the largest (m_k / b_k) / (m / B).
     """
 
@@ -93,16 +94,17 @@ class Group(_Groups):
 
 @dataclass(frozen=True)
 class Reweighted(_Groups):
-    """s_i = theta_k * s(n_i; C_0), theta_k = (B / K) / b_k: Naive reweighting, Algorithm 3.
+    """s_i = theta_k * s(n_i; C_0) with theta_k = (B / K) / b_k, naive reweighting, Algorithm 3.
 
     b_k is the noisy size of group k. S = C_0 * max theta_k.
 
-    Formal guarantee: one sample adds one 1 to the K counts, whose L2 sensitivity is therefore 1;
-    the weights are post-processing of noisy counts.
+    Formal guarantee: one sample adds 1 to one of the K counts, so their L2 sensitivity is 1. The
+    weights are post-processing of noisy counts.
 
     Args:
-        num_groups: K. count_noise_ratio: r = sigma_count / sigma_grad.
-        thresholds: as for `Group`; in the first step of "previous_step" all weights are 1.
+        num_groups: K.
+        count_noise_ratio: r = sigma_count / sigma_grad.
+        thresholds: as for `Group`. In the first step of "previous_step" all weights are 1.
         max_weight: the largest theta_k.
     """
 

@@ -1,4 +1,4 @@
-"""make_private's `clipping`: a strategy itself, or the name of one with its keywords."""
+"""Resolves make_private's `clipping`: a strategy, or the name of one with its keywords."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ADAPTIVE_KEYWORDS = {
     "max_clipbound": "upper",
     "unclipped_num_std": "count_noise_ratio",
 }
-"""Opacus' keywords of "adaptive", and what they are called here."""
+"""Opacus' keywords of "adaptive", and their names in fastclip."""
 
 
 def named(clipping: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The preset of this name, built from those of the keywords that are its arguments.
+    """Build the preset of this name from the keywords that are its arguments.
 
     Returns:
-        The strategy, and the other keywords; Opacus' strings and everything else as they came.
+        The strategy and the other keywords. Opacus' strings and everything else are unchanged.
 
     Raises:
         ArgumentError: an argument of the preset is missing.
@@ -49,8 +49,9 @@ def named(clipping: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, An
     ]
     if needed:
         raise ArgumentError(
-            f"clipping={clipping!r} expects {' and '.join(needed)}, too: make_private("
-            f"clipping={clipping!r}, {needed[0]}=...), or clipping=clipping.{clipping}({needed[0]}=...)"
+            f"clipping={clipping!r} expects {' and '.join(needed)}, got none. Call make_private("
+            f"clipping={clipping!r}, {needed[0]}=...), or pass clipping=clipping.{clipping}"
+            f"({needed[0]}=...)."
         )
     return preset(**given), {name: of for name, of in keywords.items() if name not in given}
 
@@ -58,12 +59,15 @@ def named(clipping: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, An
 def resolve(
     clipping: object, keywords: Mapping[str, Any] | None = None, noise_multiplier: float = 0.0
 ) -> Clipping:
-    """The strategy that make_private's arguments mean.
+    """Return the strategy that make_private's arguments describe.
 
     Args:
         clipping: a strategy, or the name of one.
-        keywords: further keywords of make_private: Opacus' of "adaptive", or none.
-        noise_multiplier: sigma, which Opacus' `unclipped_num_std` shares.
+        keywords: further keywords of make_private (Opacus' keywords of "adaptive").
+        noise_multiplier: sigma, of which Opacus' `unclipped_num_std` is a part.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an unknown strategy or keyword.
     """
     clipping, keywords = named(clipping, keywords or {})
     if clipping == "adaptive":
@@ -72,9 +76,10 @@ def resolve(
         known = {}
     if keywords:
         raise ArgumentTypeError(
-            f"make_private does not know the keywords {sorted(keywords)} in the fast mode; it "
-            "takes those of opacus.PrivacyEngine.make_private; options of clipping belong to its "
-            "strategy (fastclip.clipping)"
+            f"make_private got the unknown keywords {sorted(keywords)} in the fast mode. Pass keywords "
+            "of opacus.PrivacyEngine.make_private, and options of clipping to its strategy "
+            "(fastclip.clipping).",
+            doc="unsupported-options",
         )
     if isinstance(clipping, Clipping):
         return clipping
@@ -82,11 +87,11 @@ def resolve(
     if not isinstance(clipping, str):
         raise ArgumentTypeError(
             f"clipping expects a strategy, Clipping(scale, threshold, noise), or one of {names}, got "
-            f"{clipping!r} ({type(clipping).__name__})"
+            f"{clipping!r} ({type(clipping).__name__})."
         )
     if clipping not in _BY_NAME:
         raise ArgumentError(
-            f"clipping expects one of {names} or a strategy of fastclip.clipping, got {clipping!r}"
+            f"clipping expects one of {names} or a strategy of fastclip.clipping, got {clipping!r}."
         )
     if "unclipped_num_std" in known:
         known["unclipped_num_std"] = _ratio(known["unclipped_num_std"], noise_multiplier)
@@ -101,12 +106,15 @@ def resolve(
 
 
 def _ratio(count_noise: object, noise_multiplier: float) -> float:
-    """r = sigma_count / sigma_grad for the standard deviation of a count of sensitivity 1/2, so that
-    Lemma 3.1 gives sigma: sigma_grad is that of Andrew et al., Theorem 1."""
+    """Return r = sigma_count / sigma_grad for the standard deviation of a count of sensitivity 1/2.
+
+    Lemma 3.1 of Zhao et al. 2025 then gives sigma, and sigma_grad is that of Andrew et al., Theorem 1.
+    """
     std = positive("unclipped_num_std", count_noise)
     if 2 * std <= noise_multiplier:
         raise ArgumentError(
             f"unclipped_num_std expects more than noise_multiplier / 2 = {noise_multiplier / 2}, got "
-            f"{std}: the noise of the counts alone would spend the whole budget"
+            f"{std}, so the noisy counts alone would spend the whole budget. Raise unclipped_num_std.",
+            doc="noise",
         )
     return math.sqrt((2 * std / noise_multiplier) ** 2 - 1) if noise_multiplier else 10.0

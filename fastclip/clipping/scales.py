@@ -1,8 +1,8 @@
-"""Scale functions s(n; C): what a sample of norm n is multiplied by.
+"""Scale functions s(n; C), by which a gradient of norm n is multiplied.
 
 Every function obeys s(n; C) * n <= sensitivity(C) for all n >= 0, 0 included. `normalized=True`
-divides the scales by the sensitivity, which becomes 1 (De et al. 2022): the learning rate no longer
-moves with C.
+divides the scales by the sensitivity, which becomes 1 (De et al. 2022). The best learning rate then no
+longer depends on C.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from fastclip.core.numerics import lost_squares
 
 
 class ScaleFunction(Protocol):
-    """s(n; C), a frozen value."""
+    """Protocol of s(n; C), a frozen value."""
 
     @property
     def normalized(self) -> bool:
-        """Scales are divided by the sensitivity of the sum, which is then 1."""
+        """Whether scales are divided by the sensitivity of the sum, which is then 1."""
 
     @property
     def cutoff(self) -> float | None:
-        """Z of the global functions, which the threshold policy moves in the place of C."""
+        """Z of the global functions, which the threshold policy moves instead of C."""
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
-        """Scales for norms n and thresholds C, broadcast against each other."""
+        """Return scales for norms n and thresholds C, broadcast against each other."""
 
     def sensitivity(self, thresholds: Tensor) -> Tensor:
-        """The largest s(n; C) * n, for every threshold."""
+        """Return the largest s(n; C) * n for every threshold."""
 
 
 class _Clip:
@@ -48,20 +48,20 @@ class _Clip:
 
 @dataclass(frozen=True)
 class Hard(_Clip):
-    """min(1, C / n): Abadi et al. 2016; with `normalized`, min(1 / C, 1 / n): De et al. 2022."""
+    """min(1, C / n) (Abadi et al. 2016), or min(1 / C, 1 / n) if `normalized` (De et al. 2022)."""
 
     normalized: bool = False
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
-        # C / max(n, C) is min(1, C / n) without a division by zero; C = 0 is refused on entry.
+        # C / max(n, C) is min(1, C / n) without a division by zero. C = 0 raises an error on entry.
         return thresholds / norms.maximum(thresholds)
 
 
 @dataclass(frozen=True)
 class Tanh(_Clip):
-    """tanh(C / (n + eps)): SoftAdaClip (Soleymani et al.), section 3.
+    """tanh(C / (n + eps)), SoftAdaClip (Soleymani et al.), section 3.
 
-    Larger gradients keep larger norms, below C. s * n < C because tanh(x) < x.
+    Larger gradients keep larger norms, below C. s * n < C holds because tanh(x) < x.
     """
 
     eps: float = 1e-6
@@ -75,7 +75,7 @@ class Tanh(_Clip):
 
 
 def hidden_square(dtype: torch.dtype) -> float:
-    """The most that squares which underflow can hide of a squared norm: of 2^40 of them.
+    """Return the largest part of a squared norm that underflow can hide, for 2^40 entries.
 
     No gradient has more entries.
     """
@@ -84,15 +84,15 @@ def hidden_square(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Automatic(_Clip):
-    """C / (n + gamma): AUTO-S; with gamma = 0, C / n for n > 0 and 0 for n = 0: AUTO-V.
+    """C / (n + gamma) (AUTO-S). With gamma = 0, C / n for n > 0 and 0 for n = 0 (AUTO-V).
 
     C only scales the step. Source: Automatic Clipping (Bu et al. 2022, at NeurIPS 2023).
 
-    With gamma = 0 every gradient but 0 contributes with length C. Of a tiny one squares underflow, so
-    that its computed norm is too small, and C over it too large. So n counts as sqrt(n^2 + h), where h
-    is the most that underflow can hide of n^2 (`hidden_square`): 1.3e-26 in float32, 2.4e-296 in
-    float64. A gradient shorter than about 1e-10 in float32 contributes less than C. A positive gamma
-    is larger than what can be hidden of any norm, at least 5e-13.
+    With gamma = 0 every nonzero gradient contributes with length C. The squares of a tiny gradient
+    underflow, so its computed norm is too small and C over it is too large. n is therefore replaced by
+    sqrt(n^2 + h), where h is the largest part of n^2 that underflow can hide (`hidden_square`): 1.3e-26
+    in float32, 2.4e-296 in float64. A gradient shorter than about 1e-10 in float32 contributes less than
+    C. A positive gamma is at least 5e-13 and exceeds the hidden part of any norm.
 
     Args:
         gamma: 0, or more than 5e-13.
@@ -129,10 +129,10 @@ class _Global:
 
 @dataclass(frozen=True)
 class Global(_Global):
-    """C / Z if n <= Z, else 0: Bu et al. 2021. Gradients keep their proportions or are dropped.
+    """C / Z if n <= Z, else 0 (Bu et al. 2021). Gradients keep their proportions or are dropped.
 
     Args:
-        cutoff: Z, the norm beyond which a sample is dropped; a policy may move it.
+        cutoff: Z, the norm beyond which a sample is dropped. A policy may move it.
     """
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ class Global(_Global):
 
 @dataclass(frozen=True)
 class GlobalAdapt(_Global):
-    """C / Z if n <= Z, else C / n: DPSGD-Global-Adapt, Esipova et al. 2023.
+    """C / Z if n <= Z, else C / n (DPSGD-Global-Adapt, Esipova et al. 2023).
 
     Args:
-        cutoff: Z, the norm beyond which a sample is clipped; a policy may move it.
+        cutoff: Z, the norm beyond which a sample is clipped. A policy may move it.
     """
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:

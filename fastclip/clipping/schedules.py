@@ -1,8 +1,8 @@
-"""Noise schedules: the noise multiplier of step t as a multiple of that of the first step.
+"""Noise schedules: the noise multiplier of step t as a multiple of the first step's.
 
-A schedule is public: it depends on the step's number, never on data. The accountant records the
-multiplier in use step by step, so a schedule composes exactly. Lengths are in real steps (logical
-batches); a run that goes on beyond `total_steps` stays in the last stage.
+A schedule is public, because it depends on the step's number and never on data. The accountant records
+the multiplier of each step, so a schedule composes exactly. Lengths are in real steps (logical
+batches). A run that continues beyond `total_steps` stays in the last stage.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _FURTHEST = 1e6  # of a level from sigma_1, either way
 
 
 class NoiseSchedule(Protocol):
-    """sigma_t = sigma_1 * factor(t), where sigma_1 is make_private's noise_multiplier."""
+    """Protocol of sigma_t = sigma_1 * factor(t), where sigma_1 is make_private's noise_multiplier."""
 
     def factor(self, step: int) -> float:
-        """sigma_t / sigma_1 at real step `step`, counted from 0."""
+        """Return sigma_t / sigma_1 at real step `step`, counted from 0."""
 
     def runs(self, steps: int) -> list[tuple[float, int]]:
-        """The first `steps` steps as (factor, number of steps with it), in order."""
+        """Return the first `steps` steps as (factor, number of steps with it), in order."""
 
 
 @dataclass(frozen=True)
 class ConstantNoise:
-    """sigma_t = sigma_1: Abadi et al. 2016."""
+    """Constant noise, sigma_t = sigma_1 (Abadi et al. 2016)."""
 
     def factor(self, step: int) -> float:
         return 1.0
@@ -43,14 +43,17 @@ class ConstantNoise:
 
 @dataclass(frozen=True)
 class Stages:
-    """`stages` consecutive parts of a run of `total_steps` steps, of equal or growing length.
+    """Consecutive stages of a run, of equal or growing length.
 
     Args:
         total_steps: planned number of real steps T.
-        stages: their number n.
+        stages: number n of stages.
         length_decay: each stage is 1 / length_decay times as long as the one before it,
-            T_{j+1} = T_j / length_decay with sum T_j = T (SAD-DPSGD); 1 makes them equal. Borders
+            T_{j+1} = T_j / length_decay with sum T_j = T (SAD-DPSGD). 1 makes them equal. Borders
             are rounded to whole steps.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for a value out of range, or a stage without steps.
     """
 
     total_steps: int
@@ -65,16 +68,16 @@ class Stages:
         if any(start == end for start, end in pairwise(edges)):
             raise ArgumentError(
                 f"stages={self.stages} with length_decay={self.length_decay} leaves a stage of "
-                f"total_steps={self.total_steps} without any step; plan fewer stages, or a "
-                "length_decay closer to 1"
+                f"total_steps={self.total_steps} without any step. Plan fewer stages, or use a "
+                "length_decay closer to 1."
             )
 
     def borders(self) -> list[int]:
-        """First step of every stage but the first."""
+        """Return the first step of every stage except the first."""
         return list(_borders(self.total_steps, self.stages, self.length_decay))
 
     def at(self, step: int) -> int:
-        """Stage of real step `step`, both counted from 0."""
+        """Return the stage of real step `step`, both counted from 0."""
         return bisect_right(_borders(self.total_steps, self.stages, self.length_decay), step)
 
 
@@ -95,7 +98,7 @@ class _InStages:
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Refuse a plan whose stages are empty, or whose noise vanishes or explodes."""
+        """Raise an ArgumentError if a stage is empty, or if the noise vanishes or explodes."""
         last = self.plan.stages - 1
         try:
             level = self.level(last)
@@ -104,11 +107,11 @@ class _InStages:
         if not 1 / _FURTHEST <= level <= _FURTHEST:
             raise ArgumentError(
                 f"{type(self).__name__} expects the noise of its last stage within a factor of "
-                f"{_FURTHEST:g} of the first stage's, got {level:g}; let it change more slowly"
+                f"{_FURTHEST:g} of the first stage's, got {level:g}. Choose a slower change."
             )
 
     def level(self, stage: int) -> float:
-        """sigma / sigma_1 in a stage, counted from 0."""
+        """Return sigma / sigma_1 in a stage, counted from 0."""
         raise NotImplementedError
 
     def factor(self, step: int) -> float:
@@ -122,7 +125,7 @@ class _InStages:
 
 @dataclass(frozen=True)
 class StagedNoise(_InStages):
-    """sigma_j = sigma_1 / decay^(j-1), in stages that grow: little noise early, more later.
+    """sigma_j = sigma_1 / decay^(j-1) in growing stages, with little noise early and more later.
 
     Source: SAD-DPSGD.
 

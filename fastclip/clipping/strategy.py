@@ -1,7 +1,7 @@
-"""A clipping strategy: what turns per-sample norms into scales, and says how sensitive the sum is.
+"""A clipping strategy turns per-sample norms into scales and states the sensitivity of the sum.
 
-A strategy is a frozen value of three independent choices. It knows tensors of norms, not layers.
-All of it stays on the device of the norms: nothing here may synchronize.
+A strategy is a frozen value of three independent choices. It works on tensors of norms, not on layers.
+All tensors stay on the device of the norms, and nothing here may synchronize.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ _SCALE_HAS = ("__call__", "sensitivity", "normalized", "cutoff")
 
 @dataclass(frozen=True)
 class Clipping:
-    """Scale function x threshold policy x noise schedule.
+    """Combines a scale function, a threshold policy and a noise schedule.
 
     Formal guarantee: for thresholds held fixed over a logical batch, adding or removing one sample
-    changes the sum of scale_i * g_i by at most `sensitivity(state)` in Euclidean norm: its own
-    contribution, as computed in the arithmetic in use, has at most that norm (the scales carry a
-    margin for rounding). It changes the counts by at most `threshold.count_sensitivity`. What a sum in
-    float32 rounds away of the others is not part of the guarantee, here as anywhere.
+    changes the sum of scale_i * g_i by at most `sensitivity(state)` in Euclidean norm. The sample's own
+    contribution, as computed in the arithmetic in use, has at most that norm (the scales include a
+    rounding margin). The sample changes the counts by at most `threshold.count_sensitivity`. Rounding of
+    the other samples' contributions in a float32 sum is not part of the guarantee.
+
+    Args:
+        scale: scale function, by default `Hard()`.
+        threshold: threshold policy, by default `Constant()`.
+        noise: noise schedule, by default `ConstantNoise()`.
 
     Raises:
-        ArgumentError: for a combination that makes no sense, with the reason.
+        ArgumentError: for parts that cannot be combined.
+        ArgumentTypeError: for a part of another type.
     """
 
     scale: ScaleFunction = field(default_factory=Hard)
@@ -45,7 +51,7 @@ class Clipping:
         if not isinstance(self.threshold, ThresholdPolicy):
             raise ArgumentTypeError(
                 "Clipping expects a threshold policy such as Constant() as its second part, got "
-                f"{self.threshold!r}"
+                f"{self.threshold!r}."
             )
         for part, value, kind, example in (
             ("first", self.scale, _SCALE_HAS, "scale function such as Hard()"),
@@ -53,63 +59,67 @@ class Clipping:
         ):
             missing = [name for name in kind if not hasattr(value, name)]
             if isinstance(value, type) or missing:
-                without = f" without {', '.join(missing)}" if missing else ", a class: call it"
+                without = (
+                    f" (without {', '.join(missing)})" if missing else " (a class, not called)"
+                )
                 raise ArgumentTypeError(
-                    f"Clipping expects a {example} as its {part} part, got {value!r}{without}"
+                    f"Clipping expects a {example} as its {part} part, got {value!r}{without}."
                 )
         if self.threshold.per_layer and self.scale.cutoff is not None:
             raise ArgumentError(
                 f"{type(self.scale).__name__} keeps or drops a sample by the norm of its whole "
-                "gradient, so it cannot be clipped per layer; use Constant() or a policy that "
-                "moves Z"
+                "gradient, so it cannot clip per layer. Use Constant() or a policy that moves Z.",
+                doc="unsupported-options",
             )
         alone = self.threshold.moves and self.threshold.num_groups is None
         if isinstance(self.scale, Automatic) and self.scale.normalized and alone:
             raise ArgumentError(
-                f"{type(self.threshold).__name__} moves C, on which normalized automatic scales "
-                "1 / (n + gamma) do not depend; use Constant(), or normalized=False"
+                f"{type(self.threshold).__name__} moves C, but normalized automatic scales "
+                "1 / (n + gamma) do not depend on C. Use Constant(), or normalized=False.",
+                doc="unsupported-options",
             )
         planned = (self.threshold.total_steps, getattr(self.noise, "total_steps", None))
         plans = {steps for steps in planned if steps is not None}
         if len(plans) > 1:
             raise ArgumentError(
-                f"the stages of the threshold and of the noise plan runs of {sorted(plans)} steps; "
-                "give both the same total_steps"
+                f"The threshold and the noise schedule plan runs of different lengths, {sorted(plans)} "
+                "steps. Give both the same total_steps.",
+                doc="unsupported-options",
             )
 
     @property
     def kind(self) -> str:
-        """Names of its parts: what a checkpoint's state belongs to."""
+        """Names of its parts, which identify the strategy of a checkpoint's state."""
         way = getattr(self.threshold, "count_as", "")
         parts = (self.scale, self.threshold, self.noise)
         return ", ".join(type(part).__name__ for part in parts) + f" ({way})" * bool(way)
 
     @property
     def constant(self) -> bool:
-        """Nothing changes from step to step, so there is no state to save."""
+        """Whether nothing changes from step to step, so there is no state to save."""
         return not self.threshold.moves and isinstance(self.noise, ConstantNoise)
 
     @property
     def unbounded(self) -> bool:
-        """Scales grow like 1 / n, so what underflow hides of a norm must be added to it first."""
+        """Whether scales grow like 1 / n, so norms need the amount that underflow hides."""
         return isinstance(self.scale, Automatic) and not self.scale.gamma
 
     @property
     def scale_invariant(self) -> bool:
-        """One positive factor of all gradients changes neither contributions nor counts.
+        """Whether one positive factor of all gradients changes neither contributions nor counts.
 
-        The factor multiplies the gradients of all samples by all parameters; it may differ from batch
-        to batch, and may depend on the batch. Then scale_i * g_i of every sample is what it is without
-        the factor, and so are counts, and thresholds that follow from them.
+        The factor multiplies the gradients of all samples and all parameters. It may differ from batch
+        to batch, and may depend on the batch. scale_i * g_i of every sample is then unchanged, and so
+        are the counts and the thresholds that follow from them.
 
-        True for `Automatic(gamma=0)`, normalized or not, with thresholds that no norm moves: those of
-        `Constant`, `PerLayer`, `StagedThreshold` and `Reweighted`, and of any policy that counts
-        nothing. False for every other scale function and policy, and for subclasses of `Clipping`,
-        `Automatic` and `Reweighted`, which may do anything.
+        True for `Automatic(gamma=0)`, normalized or not, with thresholds that do not depend on norms:
+        those of `Constant`, `PerLayer`, `StagedThreshold` and `Reweighted`, and of any policy that
+        counts nothing. False for every other scale function and policy, and for subclasses of
+        `Clipping`, `Automatic` and `Reweighted`, whose behavior is unknown.
 
         In real numbers this is exact. In floating point it holds up to rounding (2^-18 in float32, more
-        where a gradient cancels within its sample) while norms, with the factor and without, are
-        between 1e-7 and 1e19 in float32, for up to 1e10 parameters and batches of 4,096; in float64
+        if a gradient cancels within its sample). Norms, with the factor and without, must be between
+        1e-7 and 1e19 in float32, for up to 1e10 parameters and batches of 4,096. In float64 they must be
         between 1e-30 C and 1e150. A shorter gradient contributes less than C, a longer one nothing.
         """
         policy = self.threshold
@@ -117,38 +127,38 @@ class Clipping:
         return type(self) is Clipping and type(self.scale) is Automatic and self.unbounded and blind
 
     def initial(self, max_grad_norm: float | Sequence[float], parameters: int) -> Thresholds:
-        """The state at the first step, for a number of parameter tensors."""
+        """Return the state at the first step, for a number of parameter tensors."""
         if self.scale.cutoff is None:
             return self.threshold.initial(max_grad_norm, parameters)
         bound = torch.tensor(threshold(max_grad_norm), dtype=torch.float64, device="cpu")
         return replace(self.threshold.initial(self.scale.cutoff, parameters), bound=bound)
 
     def rescaled(self, state: Thresholds, max_grad_norm: float | Sequence[float]) -> Thresholds:
-        """The state once the user (or a scheduler) has set max_grad_norm."""
+        """Return the state after the user (or a scheduler) has set max_grad_norm."""
         if state.bound is None:
             return self.threshold.rescaled(state, max_grad_norm)
         return replace(state, bound=torch.full_like(state.bound, threshold(max_grad_norm)))
 
     def max_grad_norm(self, state: Thresholds) -> Tensor:
-        """C as the user sets it: of groups C_0, of layers the norm of the thresholds; a scalar."""
+        """Return C as the user sets it, a scalar (C_0 for groups, the thresholds' norm per layer)."""
         return self.threshold.reading(state) if state.bound is None else state.bound
 
     def scales(
         self, norms: Tensor, state: Thresholds, groups: Tensor | None = None,
         layer_norms: Tensor | None = None, layers: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Scales of the samples.
+        """Return the scales of the samples.
 
         Args:
-            norms: of each sample's whole gradient, [b].
+            norms: norm of each sample's whole gradient, [b].
             state: the thresholds of the logical batch.
-            groups: int64 [b], for policies of groups; a sample of group -1 contributes nothing.
+            groups: int64 [b], for policies with groups. A sample of group -1 contributes nothing.
             layer_norms: for a per-layer policy, norms of each parameter tensor's gradient, [l, b].
-            layers: the samples of a per-layer state that `layer_norms` holds, int64 [l].
+            layers: int64 [l], the entries of a per-layer state that `layer_norms` covers. None for all.
 
         Returns:
             [b], or [l, b] for a per-layer policy. A sample whose norm is not finite gets scale 0
-            everywhere, and a layer whose norm is no number there.
+            everywhere. A layer whose norm is NaN gets scale 0 in that layer.
         """
         dead = ~torch.isfinite(norms)
         thresholds, factor = state.threshold, self._factor(state)
@@ -172,14 +182,14 @@ class Clipping:
 
     @property
     def room_within(self) -> bool:
-        """Room for rounding is kept by a lower threshold, C (1 - margin), not by smaller scales.
+        """Whether the rounding margin lowers the threshold to C (1 - margin), not the scales.
 
-        So a sample within it enters as it is, with scale 1: without clipping nothing changes.
+        A sample within this threshold has scale 1 and is unchanged.
         """
         return type(self.scale) is Hard and not self.scale.normalized
 
     def _factor(self, state: Thresholds) -> Tensor:
-        """What multiplies the scale function: weights, C of a global function, 1 / S; [k] or []."""
+        """Factor of the scale function (weights, C of a global function, 1 / S), [k] or []."""
         factor = torch.ones_like(state.origin[0] if state.origin.dim() else state.origin)
         if state.weights is not None:
             factor = factor * state.weights
@@ -188,13 +198,14 @@ class Clipping:
         return factor if state.bound is None else factor * state.bound
 
     def _bound(self, state: Thresholds) -> Tensor:
-        """S of the scale function with its weights, before `bound` and `normalized`; a scalar."""
+        """S of the scale function with its weights, before `bound` and `normalized`, a scalar."""
         bound = self.scale.sensitivity(state.threshold)
         if not isinstance(bound, Tensor) or bound.shape != state.threshold.shape:
             found = list(bound.shape) if isinstance(bound, Tensor) else type(bound).__name__
             raise ArgumentTypeError(
-                f"{type(self.scale).__name__}.sensitivity expects to return a tensor of the thresholds' "
-                f"shape {list(state.threshold.shape)}, got {found}"
+                f"{type(self.scale).__name__}.sensitivity returns {found}, not a tensor of the "
+                f"thresholds' shape {list(state.threshold.shape)}. Return one bound per threshold.",
+                doc="layer-rule",
             )
         if self.threshold.per_layer:
             return torch.linalg.vector_norm(bound)
@@ -203,7 +214,7 @@ class Clipping:
         return bound.max()
 
     def sensitivity(self, state: Thresholds) -> Tensor:
-        """L2 sensitivity S of the clipped sum for thresholds held fixed, a scalar tensor."""
+        """Return the L2 sensitivity S of the clipped sum for fixed thresholds, a scalar tensor."""
         bound = self._bound(state)
         if self.scale.normalized:
             return torch.ones_like(bound)

@@ -18,17 +18,17 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 
 @dataclass(frozen=True)
 class Constant(ThresholdPolicy):
-    """One threshold that never moves by itself: Abadi et al. 2016."""
+    """One threshold that does not move by itself (Abadi et al. 2016)."""
 
 
 def listed(value: Any) -> Any:
-    """Thresholds of an array or a tensor as a list of numbers; all else as it is."""
+    """Return thresholds in an array or a tensor as a list of numbers, and other values unchanged."""
     return value.tolist() if getattr(value, "ndim", 0) == 1 else value
 
 
 @dataclass(frozen=True)
 class PerLayer(ThresholdPolicy):
-    """One threshold a parameter tensor, S = sqrt(sum C_l^2): Opacus' "per_layer"."""
+    """One threshold per parameter tensor, S = sqrt(sum C_l^2), Opacus' "per_layer"."""
 
     per_layer = True
 
@@ -37,12 +37,12 @@ class PerLayer(ThresholdPolicy):
         if not isinstance(value, Sequence):
             raise ArgumentTypeError(
                 f"clipping='per_layer' expects max_grad_norm as a list of {parameters} numbers, "
-                f"one a trainable parameter tensor of the optimizer, got {value!r}"
+                f"one per trainable parameter tensor of the optimizer, got {value!r}."
             )
         if len(value) != parameters:
             raise ArgumentError(
-                f"clipping='per_layer' expects {parameters} thresholds in max_grad_norm, one a "
-                f"trainable parameter tensor of the optimizer, got {len(value)}"
+                f"clipping='per_layer' expects {parameters} thresholds in max_grad_norm, one per "
+                f"trainable parameter tensor of the optimizer, got {len(value)}."
             )
         numbers = [threshold(one) for one in value]
         thresholds = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -61,11 +61,11 @@ class PerLayer(ThresholdPolicy):
 
 @dataclass(frozen=True)
 class StagedThreshold(ThresholdPolicy):
-    """C_j = C_1 * decay^(j-1) in stage j: SAD-DPSGD. Public: it depends on the step's number only.
+    """C_j = C_1 * decay^(j-1) in stage j (SAD-DPSGD). It is public, a function of the step's number.
 
     Args:
         total_steps: planned real steps.
-        stages: n.
+        stages: number n of stages.
         decay: beta_C in (0, 1].
         length_decay: T_{j+1} = T_j / length_decay.
     """
@@ -78,7 +78,7 @@ class StagedThreshold(ThresholdPolicy):
 
     def __post_init__(self) -> None:
         keep(self, decay=between("threshold_decay", self.decay, 0, 1, closed=True))
-        _ = self.plan  # refuses empty stages
+        _ = self.plan  # raises an error for empty stages
 
     @cached_property
     def plan(self) -> Stages:
@@ -97,12 +97,12 @@ class StagedThreshold(ThresholdPolicy):
 class Quantile(ThresholdPolicy):
     """C follows a quantile of the norms by a geometric update from noisy counts.
 
-    Counted "below", sum 1{n <= C}, C <- C * exp(-lr * (f - target)): Andrew et al. 2021. Counted
-    "above", sum 1{n > tau * C}, C <- C * exp(+lr * (f - target)): Esipova et al. 2023; with `lower`,
-    bounded adaptive clipping (Zhao et al. 2025, Algorithm 2). f = noisy count / B, B public.
-    For the global functions it is Z that moves.
+    "below" counts sum 1{n <= C} and updates C <- C * exp(-lr * (f - target)) (Andrew et al. 2021).
+    "above" counts sum 1{n > tau * C} and updates C <- C * exp(+lr * (f - target)) (Esipova et al. 2023).
+    With `lower` this is bounded adaptive clipping (Zhao et al. 2025, Algorithm 2). f = noisy count / B
+    with the public B. For the global functions Z moves instead of C.
 
-    Formal guarantee: the counts have L2 sensitivity `count_sensitivity`; the threshold is
+    Formal guarantee: the counts have L2 sensitivity `count_sensitivity`. The threshold is
     post-processing of noisy counts.
 
     Args:
@@ -110,12 +110,13 @@ class Quantile(ThresholdPolicy):
         target: the fraction to leave at or below C ("below"), or beyond tau * C ("above").
         learning_rate: eta of the update.
         tau: multiple of C beyond which a norm counts ("above").
-        lower: bounds of C; None for the limits of float32 only.
-        upper: bounds of C; None for the limits of float32 only.
+        lower: lower bound of C. None for the limit of float32 only.
+        upper: upper bound of C. None for the limit of float32 only.
         count_noise_ratio: r = sigma_count / sigma_grad.
-        centred: count each sample as +1/2 or -1/2: half the sensitivity, half the noise (Andrew).
-        num_groups: K; each group follows its own quantile. One sample adds one 1 to the 2 K counts;
-            f_k divides by the group's noisy size. S is the largest C_k.
+        centred: counts each sample as +1/2 or -1/2, with half the sensitivity and half the noise
+            (Andrew et al.).
+        num_groups: K. Each group follows its own quantile. One sample adds 1 to one of the 2 K counts,
+            and f_k divides by the group's noisy size. S is the largest C_k.
     """
 
     count_as: str = "below"
@@ -131,26 +132,27 @@ class Quantile(ThresholdPolicy):
 
     def __post_init__(self) -> None:
         if self.count_as not in ("below", "above"):
-            raise ArgumentError(f"count_as expects 'below' or 'above', got {self.count_as!r}")
+            raise ArgumentError(f"count_as expects 'below' or 'above', got {self.count_as!r}.")
         keep(self, target=between("target_quantile", self.target, 0, 1))
         keep(self, learning_rate=positive("threshold_lr", self.learning_rate))
         keep(self, tau=positive("tau", self.tau))
         keep(self, count_noise_ratio=positive("count_noise_ratio", self.count_noise_ratio))
         if self.tau != 1 and self.count_as == "below":
             raise ArgumentError(
-                f"tau={self.tau} expects count_as='above': norms are counted below C itself"
+                f"tau={self.tau} expects count_as='above', got 'below', which counts norms up to C."
             )
         for name, value in (("lower", self.lower), ("upper", self.upper)):
             if value is not None:
                 threshold(value, name)
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ArgumentError(f"lower={self.lower} expects at most upper={self.upper}")
+            raise ArgumentError(f"lower={self.lower} expects at most upper={self.upper}.")
         if self.num_groups is not None:
             keep(self, num_groups=whole("num_groups", self.num_groups, 1))
             if self.centred:
                 raise ArgumentError(
-                    "centred=True expects a single count: counts of groups are one-hot, so that a "
-                    "sample changes one of them by 1; omit centred or num_groups"
+                    "centred=True expects a single count, but counts per group are one-hot (a sample "
+                    "changes one of them by 1). Omit centred or num_groups.",
+                    doc="unsupported-options",
                 )
 
     @property
@@ -177,7 +179,7 @@ class Quantile(ThresholdPolicy):
         limits = (state.threshold * self.tau).to(norms.dtype)
         if groups is not None:
             limits = limits[groups.clamp(min=0)]
-        # A norm that is NaN is beyond every threshold: clipped, like inf.
+        # A norm that is NaN is beyond every threshold, so it counts as clipped, like inf.
         counted = norms <= limits if self.count_as == "below" else ~(norms <= limits)
         if groups is not None:
             assert self.num_groups is not None
@@ -200,8 +202,8 @@ class Quantile(ThresholdPolicy):
 
 
 def two_way_counts(first: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """#{i in k: first_i} and #{i in k: not first_i}, float64 [2, k]; group -1 counts nowhere."""
+    """Count i in k with first_i and without, float64 [2, k]. Group -1 counts nowhere."""
     member = groups >= 0
     ways = torch.stack([first & member, ~first & member]).to(torch.float64)  # [2, b]
     counts = ways.new_zeros(2, num_groups)
-    return counts.index_add_(1, groups.clamp(min=0), ways)  # whole numbers: exact in any order
+    return counts.index_add_(1, groups.clamp(min=0), ways)  # whole numbers are exact in any order

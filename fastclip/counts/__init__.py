@@ -1,4 +1,4 @@
-"""Noisy counts of subgroups: `engine.count` releases them, and the ledger holds what they cost."""
+"""Noisy counts of subgroups. `engine.count` releases them, and the ledger records their cost."""
 
 from fastclip.counts.lines import Line, PrivacyByDataSet
 from fastclip.counts.query import (

@@ -1,4 +1,4 @@
-"""The lines of a ledger: which data sets, who is protected, what each has spent; and the total."""
+"""Lines of a ledger: the data sets, the protected unit, the privacy spent, and the total."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastclip.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Line:
-    """What the people of some data sets have paid together.
+    """Privacy spent on the people of some data sets together.
 
     Formal guarantee: all releases of this ledger are (epsilon, delta)-differentially private for data
     that differ in one unit of these data sets (added, removed or zeroed out as `size_is_secret` says).
@@ -23,32 +23,33 @@ class Line:
 
     data_sets: tuple[str, ...]
     unit: str
-    """"sample", "unit", or "" before the first release."""
+    """"row" (one sample), "unit", or "" before the first release."""
     epsilon: float
     delta: float
     releases: int
-    """Steps and counts that were recorded."""
+    """Number of recorded steps and counts."""
     size_is_secret: bool
-    """Neighbors differ in one unit that is added or removed; else one is zeroed out."""
+    """Whether neighbors differ in one unit that is added or removed. Otherwise one is zeroed out."""
 
 
 @dataclass(frozen=True)
 class PrivacyByDataSet:
-    """Every line of a ledger; print it.
+    """All lines of a ledger, to be printed.
 
-    Formal guarantee: nobody is in two lines (on trust: `PrivateData.overlap`), so each person has the
-    epsilon of their line, and the largest of them holds for everybody.
+    Formal guarantee: nobody is in two lines, so each person has the epsilon of their line, and the
+    largest epsilon holds for everybody. That nobody is in two lines follows from the declared
+    `PrivateData.overlap`, which is not checked.
     """
 
     lines: tuple[Line, ...]
 
     @property
     def epsilon(self) -> float:
-        """That holds for everybody in any of the data sets."""
+        """Epsilon that holds for everybody in any of the data sets."""
         return max(line.epsilon for line in self.lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; an infinite epsilon is None."""
+        """Return plain values. An infinite epsilon is None."""
         found = [
             asdict(line) | {"epsilon": line.epsilon if math.isfinite(line.epsilon) else None}
             for line in self.lines
@@ -56,23 +57,29 @@ class PrivacyByDataSet:
         return {"lines": found}
 
     def __str__(self) -> str:
-        told = []
+        found = []
         for line in self.lines:
-            who = f"a {line.unit} of {' or '.join(line.data_sets)}" if line.unit else "nobody yet"
-            told.append(
+            of = " or ".join(line.data_sets)
+            who = f"a {worded(line.unit)} of {of}" if line.unit else "nobody yet"
+            found.append(
                 f"{', '.join(line.data_sets)}: epsilon = {line.epsilon:.4f} at delta = {line.delta:g}, "
                 f"{line.releases} releases, protects {who}"
             )
         names = [name for line in self.lines for name in line.data_sets]
-        told.append(
+        found.append(
             f"total: epsilon = {self.epsilon:.4f} at delta = {self.lines[0].delta:g} for everybody in "
-            f"{', '.join(names)}, of whom each is in one line; it says nothing of anybody else"
+            f"{', '.join(names)} (each person in one line), and for nobody else"
         )
-        return "\n".join(told)
+        return "\n".join(found)
+
+
+def worded(unit: str) -> str:
+    """A privacy unit in words."""
+    return "sample" if unit == "row" else unit
 
 
 def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
-    """The training set's line first.
+    """Return all lines of a ledger, the training set's first.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a delta out of range, or a failure of an accountant.
@@ -83,14 +90,14 @@ def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
 
 
 def said_of_overlaps(ledger: Ledger) -> tuple[str, ...]:
-    """What the lines take on faith, in words."""
-    found = [f"epsilon holds for the people of {name!r}, too, said to overlap the training set"
+    """Return the assumptions of the lines that are not checked, in words."""
+    found = [f"epsilon also holds for the people of {name!r}, declared to overlap the training set"
              for name in sorted(ledger.protected.data)]  # fmt: skip
-    apart = sorted({name for line in ledger.lines.values() for name in line.protected.data})
-    if apart:
+    separate = sorted({name for line in ledger.lines.values() for name in line.protected.data})
+    if separate:
         found.append(
-            f"nobody of {', '.join(map(repr, apart))} is in the training set; what they have spent is "
-            "in lines of their own (engine.privacy_by_data_set)"
+            f"nobody of {', '.join(map(repr, separate))} is in the training set; what they have spent "
+            "is in separate lines (engine.privacy_by_data_set)"
         )
     return tuple(found)
 
@@ -108,14 +115,16 @@ def _line(ledger: Ledger, first: tuple[str, ...], delta: float) -> Line:
 def line_for(
     query: CountQuery, ledger: Ledger, trained: frozenset[str]
 ) -> tuple[Ledger, Protected]:
-    """Where a query of private data is recorded, and whom that line protects then.
+    """Return the ledger line of a query of private data, and whom that line then protects.
 
     Args:
-        ledger: of the engine. trained: units of the models that were made private under it.
+        query: the query.
+        ledger: ledger of the engine.
+        trained: units of the models that were made private under it.
 
     Raises:
-        ArgumentError: the data set shares people with two lines, or with one that it was not said to
-            share people with before; the line protects other units; or "gdp" cannot compose it.
+        ArgumentError: the data set shares people with two lines, or contradicts its earlier overlap.
+            Also if the line protects other units, or if "gdp" cannot compose it.
     """
     data, name = query.data, line_name(query, ledger)
     line = ledger if name == TRAINING else ledger.line(name)
@@ -124,20 +133,22 @@ def line_for(
     differ = (line.protected.units | (trained if line is ledger else set())) - {query.unit}
     if differ:
         raise ArgumentError(
-            f"a count of {data.name!r} protects each {query.unit}, and other releases of its people "
-            f"protect each {' or '.join(sorted(differ))}, so one epsilon would hold for neither. "
-            "Count by the same unit"
+            f"A count of {data.name!r} protects each {worded(query.unit)}, but other releases of its "
+            f"people protect each {' or '.join(map(worded, sorted(differ)))}, so one epsilon would hold "
+            "for neither. Count by the same unit.",
+            doc="privacy-budget",
         )
     if line.mechanism() == "gdp":
         raise ArgumentError(
-            "accountant='gdp' composes steps of one noise multiplier and sampling rate, and counts of "
-            "people who are trained on have others. Use FastPrivacyEngine(accountant='prv')"
+            "accountant='gdp' expects a constant noise multiplier and sample rate, but counts of people "
+            "in the training set have others. Use FastPrivacyEngine(accountant='prv').",
+            doc="privacy-budget",
         )
     return line, whom
 
 
 def line_name(query: CountQuery, ledger: Ledger) -> str:
-    """Of the line where a query of private data is recorded: the training set's, or a data set's.
+    """Return the name of the line of a query of private data, the training set or a data set.
 
     Raises:
         ArgumentError: the overlap of its data set contradicts what was counted before.
@@ -153,21 +164,24 @@ def line_name(query: CountQuery, ledger: Ledger) -> str:
     unknown = [name for name in data.overlap or () if name not in before]
     if unknown:
         raise ArgumentError(
-            f"{data.name!r} overlaps {unknown[0]!r}, of which nothing was counted yet. Count that data "
-            "set first, or leave its name out and name this one in its overlap"
+            f"The overlap of {data.name!r} names {unknown[0]!r}, which has no counts yet. Count that "
+            "data set first, or name this one in its overlap instead.",
+            doc="noisy-counts",
         )
     meant = {before[name] for name in data.overlap or ()} or {data.name}
     if len(meant) > 1:
         raise ArgumentError(
-            f"{data.name!r} overlaps data sets whose people were accounted apart, "
-            f"{sorted(data.overlap or ())}. Say of the later of them that it overlaps the earlier, "
-            "before anything of it is counted"
+            f"The overlap of {data.name!r} names data sets with separate privacy accounts, "
+            f"{sorted(data.overlap or ())}. Name the earlier one in the overlap of the later one, "
+            "before anything of it is counted.",
+            doc="noisy-counts",
         )
     (line,) = meant
     known = before.get(data.name, line)
     if known != line:
         raise ArgumentError(
-            f"{data.name!r} was counted with the people of {known!r} before, and overlap="
-            f"{data.overlap!r} says otherwise. Pass the same overlap as before"
+            f"The data set {data.name!r} was counted with the people of {known!r} before, but overlap="
+            f"{data.overlap!r} contradicts this. Pass the same overlap as before.",
+            doc="noisy-counts",
         )
     return line

@@ -1,4 +1,4 @@
-"""What is counted and how: data set, groups, contribution bound, exact counts in integers."""
+"""Count queries: data set, groups and contribution bound, and their exact counts in integers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The data that the engine trains on: counts of it are added to the cost of training."""
+    """The data that the engine trains on. Its counts add to the privacy cost of training."""
 
     name: ClassVar[str] = TRAINING
     private: ClassVar[bool] = True
@@ -38,12 +38,13 @@ class PrivateData:
     """Another private data set, such as a validation set.
 
     Args:
-        name: of the data set, by which the ledger keeps it: letters, digits, "_", "." and "-".
-        overlap: the data sets of this engine that may hold some of the same people: () if nobody is in
-            two of them, else a name, or several ("training" is the training set). It is on trust.
+        name: name of the data set in the ledger, of letters, digits, "_", "." and "-".
+        overlap: the data sets of this engine that may hold some of the same people. Pass () if nobody is
+            in two of them, otherwise one or several names ("training" is the training set). It is not
+            checked.
 
     Raises:
-        ArgumentError: `overlap` is not said, or a name is not one.
+        ArgumentError: `overlap` is missing, or a name is not valid.
     """
 
     name: str
@@ -54,14 +55,15 @@ class PrivateData:
         check_name("name", self.name)
         if self.name == TRAINING:
             raise ArgumentError(
-                "PrivateData got name='training', which is the training set's. Use TRAINING_SET, or "
-                "another name"
+                "name='training' is reserved for the training set. Use TRAINING_SET, or another name.",
+                doc="noisy-counts",
             )
         if self.overlap is None:
             raise ArgumentError(
-                f"whether data set {self.name!r} holds people of the training set is not known, so "
-                "neither is their epsilon. Pass overlap=() if nobody is in both, else "
-                "overlap='training'"
+                f"overlap of {self.name!r} expects the data sets that hold some of the same people, got "
+                "None, so their epsilon is unknown. Pass overlap=() if nobody is in both, otherwise "
+                "overlap='training'.",
+                doc="noisy-counts",
             )
         others = (self.overlap,) if isinstance(self.overlap, str) else tuple(self.overlap)
         for other in others:
@@ -71,10 +73,10 @@ class PrivateData:
 
 @dataclass(frozen=True)
 class PublicData:
-    """A data set that protects nobody: counts of it have no noise and cost nothing.
+    """A data set that protects nobody. Its counts have no noise and no privacy cost.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
     """
 
     name: str
@@ -85,26 +87,26 @@ class PublicData:
 
 
 def check_name(argument: str, name: object) -> None:
-    """Raises: ArgumentError: it cannot be the name of a data set."""
+    """Raise an ArgumentError for an invalid name of a data set."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ArgumentError(
-            f"{argument} expects a data set's name of letters, digits, '_', '.' and '-', got {name!r}"
+            f"{argument} expects a data set's name of letters, digits, '_', '.' and '-', got {name!r}."
         )
 
 
 @dataclass(frozen=True)
 class CountQuery:
-    """One noisy answer: for each group and measure, how many samples (weighed by unit) have it.
+    """A query for one noisy count per group and measure, of samples weighted by unit.
 
-    All of it is public: nothing here may follow from the data, the names of the groups included, unless
-    it follows from what was released before.
+    The query itself is public. Nothing in it may depend on the data, the names of the groups included,
+    except through earlier releases.
 
     Formal guarantee: an answer is a Gaussian mechanism on all of the data set. Its noise has standard
-    deviation `noise_multiplier * sensitivity`, the same for each count, and `sensitivity` is the largest
-    L2 distance of the exact counts of two data sets that differ in one unit, added or removed. It holds
-    whatever the data are: a unit of more than `per_group` samples in a group weighs `per_group` there,
-    and a unit in more than `groups_per_unit` groups counts in those only where it has most samples. The
-    arithmetic is exact (integers, in steps of 2^-20).
+    deviation `noise_multiplier * sensitivity`, the same for each count. `sensitivity` is the largest L2
+    distance of the exact counts of two data sets that differ in one unit, added or removed. It holds for
+    all data. A unit of more than `per_group` samples in a group weighs `per_group` there. A unit in more
+    than `groups_per_unit` groups counts only in those in which it has most samples. The arithmetic is
+    exact (integers, in steps of 2^-20).
 
     Source: Dwork and Roth 2014, section 3.5 and appendix A; bounded contributions as in Wilson et al.
     2020 (arXiv 1909.01917).
@@ -113,19 +115,18 @@ class CountQuery:
         data: TRAINING_SET, a `PrivateData` or a `PublicData`.
         groups: names of the groups, at least one.
         noise_multiplier: sigma, the noise's standard deviation over the sensitivity of all counts
-            together; 0 for public data.
-        unit: what is protected as one: "sample" (a sample), or "unit" (all samples of a patient),
-            whose ids come with the data.
-        measures: names of what is counted in each group, each 0 or 1 for a sample. "samples" is 1 for
-            all.
-        per_group: samples that a unit counts for in each group at most.
-        groups_per_unit: groups in which a unit counts at most. None: one if `unit` is "sample" and the
-            groups are disjoint, else all.
-        disjoint: a sample is in one group, and `count` expects its number. Else a sample may be in
-            several (intersections), and `count` expects a column of True and False for each.
+            together. 0 for public data.
+        unit: the privacy unit, "row" (one sample) or "unit" (all samples of a patient). The ids of
+            units come with the data.
+        measures: names of the counted measures, each 0 or 1 for a sample. "rows" is 1 for every sample.
+        per_group: the most samples that a unit counts for in each group.
+        groups_per_unit: the most groups in which a unit counts. By default 1 if `unit` is "row" and the
+            groups are disjoint, otherwise all.
+        disjoint: if True, a sample is in one group, and `count` expects its number. If False, a sample
+            may be in several (intersections), and `count` expects a column of True and False for each.
 
     Raises:
-        ArgumentError, ArgumentTypeError: naming the argument.
+        ArgumentError, ArgumentTypeError: the message names the argument.
     """
 
     data: TrainingSet | PrivateData | PublicData
@@ -141,12 +142,11 @@ class CountQuery:
         if not isinstance(self.data, (TrainingSet, PrivateData, PublicData)):
             raise ArgumentTypeError(
                 "data expects TRAINING_SET, a PrivateData or a PublicData, got "
-                f"{type(self.data).__name__}"
+                f"{type(self.data).__name__}."
             )
         if self.unit not in ("row", "unit"):
             raise ArgumentError(
-                f"unit expects what is protected, 'row' or 'unit' (all samples of a patient), got "
-                f"{self.unit!r}"
+                f"unit expects 'row' (a sample) or 'unit' (all samples of a patient), got {self.unit!r}."
             )
         object.__setattr__(self, "groups", _names("groups", self.groups))
         object.__setattr__(self, "measures", _names("measures", self.measures))
@@ -154,9 +154,9 @@ class CountQuery:
         most, per_group = len(self.groups), whole("per_group", self.per_group, 1)
         if per_group > (1 if self.unit == "row" else MOST_PER_GROUP):
             limit = "1 for unit='row'" if self.unit == "row" else str(MOST_PER_GROUP)
-            raise ArgumentError(f"per_group expects at most {limit}, got {per_group}")
+            raise ArgumentError(f"per_group expects at most {limit}, got {per_group}.")
         if not isinstance(self.disjoint, bool):
-            raise ArgumentTypeError(f"disjoint expects True or False, got {self.disjoint!r}")
+            raise ArgumentTypeError(f"disjoint expects True or False, got {self.disjoint!r}.")
         if self.unit == "row" and self.disjoint:
             most = 1
         asked = most if self.groups_per_unit is None else self.groups_per_unit
@@ -167,7 +167,7 @@ class CountQuery:
 
     @property
     def sensitivity(self) -> float:
-        """L2, of all counts together: per_group * sqrt(groups_per_unit * number of measures)."""
+        """L2 sensitivity of all counts, per_group * sqrt(groups_per_unit * number of measures)."""
         assert self.groups_per_unit is not None
         return self.per_group * math.sqrt(self.groups_per_unit * len(self.measures))
 
@@ -181,10 +181,10 @@ def accuracy_query(
     data: TrainingSet | PrivateData | PublicData, groups: Sequence[str], noise_multiplier: float,
     unit: str, **bounds: int | bool | None,
 ) -> CountQuery:  # fmt: skip
-    """Correct predictions and samples of each group, in one answer: both are paid for together.
+    """Return the query for correct predictions and samples of each group, in one answer.
 
     Args:
-        bounds: per_group, groups_per_unit, disjoint. The rest: as of `CountQuery`.
+        bounds: per_group, groups_per_unit, disjoint. The other arguments are those of `CountQuery`.
     """
     return CountQuery(
         data, groups, noise_multiplier, unit, measures=("correct", "rows"), **bounds  # type: ignore[arg-type]
@@ -193,9 +193,9 @@ def accuracy_query(
 
 def _names(argument: str, names: object) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise ArgumentTypeError(f"{argument} expects a list of names, got {names!r}")
+        raise ArgumentTypeError(f"{argument} expects a list of names, got {names!r}.")
     if any(not isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise ArgumentError(f"{argument} expects different names, all strings, got {names!r}")
+        raise ArgumentError(f"{argument} expects different names, all strings, got {names!r}.")
     return tuple(names)
 
 
@@ -203,44 +203,46 @@ def _multiplier(data: TrainingSet | PrivateData | PublicData, value: object) -> 
     sigma = not_negative("noise_multiplier", value)
     if data.private and not sigma:
         raise ArgumentError(
-            f"counts of the private data set {data.name!r} need noise, got noise_multiplier=0. Pass a "
-            "positive one, or PublicData if nobody is to be protected"
+            f"Counts of the private data set {data.name!r} need noise, got noise_multiplier=0. Pass a "
+            "positive one, or use PublicData if nobody is to be protected.",
+            doc="noisy-counts",
         )
     if not data.private and sigma:
         raise ArgumentError(
-            f"counts of the public data set {data.name!r} have no noise, got noise_multiplier="
-            f"{sigma:g}. Pass 0"
+            f"Counts of the public data set {data.name!r} have no noise, got noise_multiplier="
+            f"{sigma:g}. Pass 0.",
+            doc="noisy-counts",
         )
     if sigma > 1e6:
-        raise ArgumentError(f"noise_multiplier expects at most 1e6 for counts, got {sigma:g}")
+        raise ArgumentError(f"noise_multiplier expects at most 1e6 for counts, got {sigma:g}.")
     return sigma
 
 
 # -------------------------------------------------------------------------------------------------
-# Exact counts of bounded contributions, in integers: no rounding moves one unit's share.
+# Exact counts of bounded contributions, in integers, so rounding does not change a unit's share.
 #
-# A count is a multiple of 2^-20. So is the noise once it is rounded, and a noisy count: rounding
-# the noise to the grid and rounding the noisy sum to the grid are then the same, so that the low
-# bits of an answer tell nothing of the count (Mironov 2012).
+# A count is a multiple of 2^-20. So are the rounded noise and the noisy count. Rounding the noise to
+# the grid and rounding the noisy sum to the grid are then the same, and the low bits of an answer
+# reveal nothing about the count (Mironov 2012).
 
 
 GRID = 2**20
-"""Steps of a count's grid in 1."""
+"""Grid steps per unit of a count."""
 MOST = 2**32
-"""Samples of a data set at most: sums stay below 2^63 steps."""
+"""The most samples of a data set, for which sums stay below 2^63 steps."""
 
 
 def tally(query: CountQuery, groups: Any, measures: Mapping[str, Any], unit_ids: Any) -> Tensor:
-    """The exact counts. NOT private.
+    """Return the exact counts, which are NOT private.
 
     Formal guarantee: two data sets that differ in one unit, added or removed, give counts of L2 distance
     at most `query.sensitivity` (times GRID), to the last bit.
 
     Args:
-        query: what is counted.
-        groups: the number of each sample's group, [n]; where groups overlap, True or False, [n, groups].
-        measures: of each measure but "samples" 0 or 1 for each sample, [n].
-        unit_ids: of each sample, [n]; None where query.unit is "sample".
+        query: the query.
+        groups: the number of each sample's group, [n]. If groups overlap, True or False, [n, groups].
+        measures: 0 or 1 for each sample, [n], for each measure except "rows".
+        unit_ids: the unit of each sample, [n]. None if query.unit is "row".
 
     Returns:
         int64 [groups, measures], in steps of 1 / GRID.
@@ -257,13 +259,13 @@ def tally(query: CountQuery, groups: Any, measures: Mapping[str, Any], unit_ids:
 def _clamped(
     query: CountQuery, member: np.ndarray, values: np.ndarray, units: np.ndarray
 ) -> np.ndarray:
-    """The sum of all units' contributions, int64 [g, m]."""
+    """Return the sum of all units' bounded contributions, int64 [g, m]."""
     count = int(units.max()) + 1 if len(units) else 0
     samples = np.zeros((count, member.shape[1]), dtype=np.int64)  # [u, g]
     np.add.at(samples, units, member)
     kept = samples > 0
     if query.groups_per_unit < len(query.groups):  # type: ignore[operator]
-        order = np.argsort(-samples, axis=1, kind="stable")  # of equal ones the first
+        order = np.argsort(-samples, axis=1, kind="stable")  # the first of equal ones
         first = np.zeros_like(kept)
         np.put_along_axis(first, order[:, : query.groups_per_unit], True, axis=1)
         kept &= first
@@ -284,20 +286,20 @@ def _membership(query: CountQuery, groups: Any) -> np.ndarray:
         if given.ndim != 2 or given.shape[1] != number or len(given) > MOST:
             raise ArgumentError(
                 f"groups expects a column of True and False for each of {number} groups, "
-                f"[samples, {number}], got shape {list(given.shape)}"
+                f"[samples, {number}], got shape {list(given.shape)}."
             )
         return _zero_or_one("groups", given)
     if given.ndim != 1 or len(given) > MOST:
         raise ArgumentError(
             f"groups expects the number of each sample's group, [samples], got shape "
-            f"{list(given.shape)}"
+            f"{list(given.shape)}."
         )
     if len(given) and given.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"groups expects integers, got {given.dtype}")
+        raise ArgumentTypeError(f"groups expects integers, got {given.dtype}.")
     if len(given) and (given.min() < 0 or given.max() >= number):
         raise ArgumentError(
-            f"groups expects numbers from 0 to {number - 1}, got others. Give samples of no group one "
-            "of their own"
+            f"groups expects numbers from 0 to {number - 1}, got others. Add a group for samples that "
+            "are in none."
         )
     return (given.astype(np.int64)[:, None] == np.arange(number)).astype(np.int64)
 
@@ -306,7 +308,7 @@ def _values(query: CountQuery, measures: Mapping[str, Any], samples: int) -> np.
     wanted = {name for name in query.measures if name != "rows"}
     if not isinstance(measures, Mapping) or set(measures) != wanted:
         got = sorted(measures) if isinstance(measures, Mapping) else type(measures).__name__
-        raise ArgumentError(f"measures expects values of {sorted(wanted)}, got {got}")
+        raise ArgumentError(f"measures expects values of {sorted(wanted)}, got {got}.")
     columns: list[np.ndarray] = []
     for name in query.measures:
         if name == "rows":
@@ -316,7 +318,7 @@ def _values(query: CountQuery, measures: Mapping[str, Any], samples: int) -> np.
         if given.shape != (samples,):
             raise ArgumentError(
                 f"measure {name!r} expects a value for each of {samples} samples, got shape "
-                f"{list(given.shape)}"
+                f"{list(given.shape)}."
             )
         columns.append(_zero_or_one(f"measure {name!r}", given))
     return np.stack(columns, 1)
@@ -326,33 +328,35 @@ def _units(query: CountQuery, unit_ids: Any, samples: int) -> np.ndarray:
     if query.unit == "row":
         if unit_ids is not None:
             raise ArgumentError(
-                "unit_ids came with a query of unit='row', which protects single samples. Use "
-                "unit='unit' to protect all samples of a patient"
+                "unit_ids expects a query of unit='unit', got unit='row', which protects single "
+                "samples. Use unit='unit' to protect all samples of a patient.",
+                doc="privacy-units",
             )
         return np.arange(samples)
     if unit_ids is None:
         raise ArgumentError(
-            "a query of unit='unit' needs to know which samples are one patient's. Pass unit_ids, one "
-            "id for each sample"
+            "A query of unit='unit' needs to know which samples belong to one patient. Pass unit_ids, "
+            "one id per sample.",
+            doc="privacy-units",
         )
     return unit_numbers(unit_ids, range(samples)).numpy()
 
 
 def _array(name: str, given: Any) -> np.ndarray:
-    """As an array on the host."""
+    """Return the values as an array on the host."""
     if isinstance(given, Tensor):
         given = given.detach().cpu()
         given = given.float().numpy() if given.dtype == torch.bfloat16 else given.numpy()
     try:
         found = np.asarray(given)
     except ValueError as error:  # samples of unlike lengths
-        raise ArgumentTypeError(f"{name} expects an array of numbers, got {error}") from None
+        raise ArgumentTypeError(f"{name} expects an array of numbers ({error}).") from None
     if found.size and found.dtype.kind not in "biuf":
-        raise ArgumentTypeError(f"{name} expects an array of numbers, got {found.dtype}")
+        raise ArgumentTypeError(f"{name} expects an array of numbers, got {found.dtype}.")
     return found
 
 
 def _zero_or_one(name: str, given: np.ndarray) -> np.ndarray:
     if not ((given == 0) | (given == 1)).all():  # NaN is neither
-        raise ArgumentError(f"{name} expects 0 or 1 (False or True) for each sample, got others")
+        raise ArgumentError(f"{name} expects 0 or 1 (False or True) for each sample, got others.")
     return given.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Answers of count queries: paid for first, then drawn; rates of them with intervals."""
+"""Answers of count queries, recorded before their noise is drawn, and rates with intervals."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
 
 # -------------------------------------------------------------------------------------------------
-# What a count query answers: noisy counts, and rates of them with intervals.
+# Answers of a count query: noisy counts, and rates with intervals.
 
 
 class Rate(NamedTuple):
     """A share with its interval.
 
     Attributes:
-        value: noisy numerator over noisy denominator, between 0 and 1; NaN where the denominator is not
+        value: noisy numerator over noisy denominator, between 0 and 1. NaN if the denominator is not
             positive.
-        low, high: of the interval, within [0, 1]; [0, 1] says that nothing is known.
+        low: lower end of the interval, at least 0. The interval [0, 1] means that nothing is known.
+        high: upper end of the interval, at most 1.
     """
 
     value: float
@@ -44,11 +45,11 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NoisyCounts:
-    """An answer. All that is computed from it is as private as it is, and costs nothing more.
+    """An answer. Anything computed from it is equally private and has no further privacy cost.
 
     Args:
-        query: what was counted.
-        counts: float64 [groups, measures]; they may be negative or no integers. Of public data, exact.
+        query: the query.
+        counts: float64 [groups, measures], possibly negative or fractional. Exact for public data.
         std: standard deviation of each count's noise.
     """
 
@@ -57,23 +58,24 @@ class NoisyCounts:
     std: float
 
     def count(self, group: str, measure: str = "rows") -> float:
-        """Of one group.
+        """Return the noisy count of one group.
 
         Raises:
-            ArgumentError: no such group or measure.
+            ArgumentError: for an unknown group or measure.
         """
         return float(self.counts[self._group(group), self._measure(measure)])
 
     def total(self, measure: str = "rows") -> tuple[float, float]:
-        """(sum over all groups, standard deviation of its noise); for disjoint groups.
+        """Return (sum over all groups, standard deviation of its noise), for disjoint groups.
 
         Raises:
-            ArgumentError: no such measure, or the groups overlap.
+            ArgumentError: for an unknown measure, or groups that overlap.
         """
         if not self.query.disjoint:
             raise ArgumentError(
-                "the groups of this query overlap, so their sum counts samples more than once. Count a "
-                "group of all samples, too"
+                "The groups of this query overlap, so their sum counts samples more than once. Add a "
+                "group of all samples to the query.",
+                doc="noisy-counts",
             )
         column = self.counts[:, self._measure(measure)]
         return float(column.sum()), self.std * math.sqrt(len(column))
@@ -86,25 +88,25 @@ class NoisyCounts:
         level: float = 0.95,
         sampling: bool = True,
     ) -> dict[str, Rate]:
-        """The share of `among` that is `of`, by group.
+        """Return the share of `among` that is `of`, by group.
 
         Formal guarantee: post-processing. For a rate r of noisy counts X and N with noise of variance
-        s^2 each, X - r N is normal with variance s^2 (1 + r^2), and with `sampling` that of
-        N drawn samples of rate r, k N r (1 - r), is added (k = per_group: one unit's samples may agree).
-        The interval is all r in [0, 1] for which X - r N is within the quantile of `level`: exact for
-        the noise alone, Wilson's where there is no noise.
+        s^2 each, X - r N is normal with variance s^2 (1 + r^2). `sampling` adds the variance of N random
+        samples of rate r, k N r (1 - r), with k = per_group because one unit's samples may agree.
+        The interval is all r in [0, 1] for which X - r N is within the quantile of `level`. It is exact
+        for the noise alone, and Wilson's interval if there is no noise.
 
         Source: Fieller 1954; Wilson 1927.
 
         Args:
-            of: measure of the numerator, samples of which are samples of `among`.
+            of: measure of the numerator. Its samples are among those of `among`.
             among: measure of the denominator.
-            level: of each interval alone, in (0, 1).
-            sampling: the interval is for the rate of the people of whom these are a sample; else for
-                that of this data set.
+            level: level of each single interval, in (0, 1).
+            sampling: if True, the interval covers the rate of the population that was sampled. If
+                False, it covers the rate of this data set.
 
         Raises:
-            ArgumentError: no such measure, or a level out of range.
+            ArgumentError: for an unknown measure, or a level out of range.
         """
         level = between("level", level, 0, 1)
         x, n = self.counts[:, self._measure(of)], self.counts[:, self._measure(among)]
@@ -122,14 +124,14 @@ class NoisyCounts:
         level: float = 0.95,
         sampling: bool = True,
     ) -> Rate:
-        """The share over all groups, which must be disjoint; as `rates`."""
+        """Return the share over all groups, which must be disjoint, as `rates`."""
         level = between("level", level, 0, 1)
         (x, std), (n, _) = self.total(of), self.total(among)
         z, k = float(norm.ppf((1 + level) / 2)), self.query.per_group if sampling else 0
         return _rate(x, n, z * std, z**2 * k)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         query = self.query
         return {
             "data": query.data.name, "unit": query.unit, "noise_multiplier": query.noise_multiplier,
@@ -141,11 +143,11 @@ class NoisyCounts:
         kind = f"noise of {self.std:.4g}" if self.std else "no noise"
         lines = [f"counts of {self.query.data.name}, {kind} on each"]
         width = max(map(len, self.query.groups))
-        for group, sample in zip(self.query.groups, self.counts.tolist(), strict=True):
-            told = ", ".join(
-                f"{m} {c:.1f}" for m, c in zip(self.query.measures, sample, strict=True)
+        for group, counts in zip(self.query.groups, self.counts.tolist(), strict=True):
+            named = ", ".join(
+                f"{m} {c:.1f}" for m, c in zip(self.query.measures, counts, strict=True)
             )
-            lines.append(f"  {group:<{width}}  {told}")
+            lines.append(f"  {group:<{width}}  {named}")
         return "\n".join(lines)
 
     def _group(self, name: str) -> int:
@@ -157,14 +159,14 @@ class NoisyCounts:
 
 def _index(kind: str, name: str, names: Any) -> int:
     if name not in names:
-        raise ArgumentError(f"this query has no {kind} {name!r}, but {list(names)}")
+        raise ArgumentError(f"{kind} expects one of {list(names)}, got {name!r}.")
     return int(names.index(name))
 
 
-def _rate(x: float, n: float, noise: float, drawn: float) -> Rate:
-    """The hull of all r in [0, 1] with (x - r n)^2 <= noise^2 (1 + r^2) + drawn n r (1 - r)."""
-    n_drawn = drawn * max(n, 0.0)
-    a, b, c = n * n - noise**2 + n_drawn, -2 * x * n - n_drawn, x * x - noise**2
+def _rate(x: float, n: float, noise: float, sampled: float) -> Rate:
+    """Return the hull of all r in [0, 1] with (x - r n)^2 <= noise^2 (1 + r^2) + sampled n r (1 - r)."""
+    n_sampled = sampled * max(n, 0.0)
+    a, b, c = n * n - noise**2 + n_sampled, -2 * x * n - n_sampled, x * x - noise**2
     inside = [r for r in (0.0, 1.0) if a * r * r + b * r + c <= 0]
     inside += [r for r in _roots(a, b, c) if 0 <= r <= 1]
     if n > 0:
@@ -174,7 +176,7 @@ def _rate(x: float, n: float, noise: float, drawn: float) -> Rate:
 
 
 def _roots(a: float, b: float, c: float) -> list[float]:
-    """Of a quadratic, without cancellation."""
+    """Return the real roots of a quadratic, without cancellation."""
     square = b * b - 4 * a * c
     if square < 0 or (a == 0 and b == 0):
         return []
@@ -183,7 +185,7 @@ def _roots(a: float, b: float, c: float) -> list[float]:
 
 
 def as_counts(steps: Tensor, grid: int) -> Tensor:
-    """Grid steps as float64; exact up to 2^53 of them."""
+    """Return grid steps as float64, exact up to 2^53 steps."""
     return steps.to(torch.float64) / grid
 
 
@@ -191,26 +193,30 @@ def as_counts(steps: Tensor, grid: int) -> Tensor:
 
 
 def noise_of_counts(secure: bool) -> NoiseSource:
-    """A source of its own: no count's noise is made of random words of the gradients' noise."""
+    """Return a separate noise source, which shares no random words with the gradients' noise."""
     return SecureNoise() if secure else SeededNoise(purpose="noise of counts")
 
 
 class _Draws:
-    """For whom noise is drawn, as a NoiseSource asks: the number of the draw, and the ledger."""
+    """The account of a NoiseSource: the ledger and the number of draws of noise."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.steps = ledger, 0
 
 
 def check_query(query: object) -> CountQuery:
-    """Raises: ArgumentTypeError: it is no CountQuery."""
+    """Return `query`, or raise an ArgumentTypeError if it is not a CountQuery."""
     if not isinstance(query, CountQuery):
-        raise ArgumentTypeError(f"query expects a CountQuery, got {type(query).__name__}")
+        raise ArgumentTypeError(f"query expects a CountQuery, got {type(query).__name__}.")
     return query
 
 
 def reserved(reserve: Iterable[tuple[CountQuery, int]], ledger: Ledger) -> tuple[Entry, ...]:
-    """What counts of the training set will cost, (query, times) each: (sigma, q, steps).
+    """Return the steps (sigma, q, steps) of planned counts of the training set.
+
+    Args:
+        reserve: (query, number of answers) each.
+        ledger: ledger of the engine.
 
     Raises:
         ArgumentError: a data set shares nobody with the training set.
@@ -221,8 +227,8 @@ def reserved(reserve: Iterable[tuple[CountQuery, int]], ledger: Ledger) -> tuple
             continue
         if line_name(query, ledger) != TRAINING:
             raise ArgumentError(
-                f"reserve got a count of {query.data.name!r}, which costs the training set nothing. "
-                "Leave it out"
+                f"reserve expects counts of the training set, got one of {query.data.name!r}, which "
+                "costs the training set nothing. Leave it out."
             )
         found.append((query.noise_multiplier, 1.0, whole("times", times, 1)))
     return tuple(found)
@@ -231,14 +237,18 @@ def reserved(reserve: Iterable[tuple[CountQuery, int]], ledger: Ledger) -> tuple
 def pay(
     query: CountQuery, times: int, ledger: Ledger, trained: frozenset[str], ranks: Ranks | None
 ) -> None:
-    """Record answers before they are drawn; on disk, too, where the ledger is kept in a file.
+    """Record answers before their noise is drawn, also in the ledger's file if it has one.
 
     Args:
-        query: of the answers. times: how many.
-        ledger: of the engine. trained: units of its models. ranks: who record together.
+        query: the query.
+        times: number of answers.
+        ledger: ledger of the engine.
+        trained: units of its models.
+        ranks: the ranks that record together, or None.
 
     Raises:
-        ArgumentError: as `line_for`. StepError: it cannot be recorded; nothing may be released.
+        ArgumentError: as `line_for`.
+        StepError: the answers cannot be recorded, and nothing may be released.
     """
     if not query.data.private:
         return
@@ -256,30 +266,34 @@ def exact_counts(
     query: CountQuery, groups: Any, measures: Mapping[str, Any] | None, unit_ids: Any,
     ranks: Ranks | None,
 ) -> Tensor:  # fmt: skip
-    """As `tally`, the same on all ranks. NOT private.
+    """Return the exact counts of `tally`, the same on all ranks. They are NOT private.
 
     Raises:
-        RanksDiffer: a rank has other data, or refuses its own.
+        RanksDiffer: a rank has other data, or an error with its own data.
     """
     salt = b"" if ranks is None else ranks.first(os.urandom(16))
-    with together(ranks) as told:
+    with together(ranks) as compared:
         found = tally(query, groups, measures or {}, unit_ids)
         if ranks is not None:
-            told["count query"] = repr(query)
+            compared["count query"] = repr(query)
             words = found.numpy().tobytes()
-            told["samples of a count query (all of the data set, on every rank)"] = hashlib.blake2b(
-                words, key=salt, digest_size=16
-            ).hexdigest()
+            compared["samples of a count query (all of the data set, on every rank)"] = (
+                hashlib.blake2b(words, key=salt, digest_size=16).hexdigest()
+            )
     return found
 
 
 def draw(
     query: CountQuery, exact: Tensor, noise: NoiseSource, ledger: Ledger, ranks: Ranks | None
 ) -> NoisyCounts:
-    """The noisy answer, which must be paid for; on several ranks that of the first.
+    """Return the noisy answer, which must already be recorded. Ranks share the first one's answer.
 
     Args:
-        exact: as of `exact_counts`. noise: of the engine's counts.
+        query: the query.
+        exact: the exact counts, from `exact_counts`.
+        noise: noise source of the engine's counts.
+        ledger: ledger of the engine.
+        ranks: the ranks that share the answer, or None.
     """
     found: list[list[int]] | None = None
     if not query.data.private:
@@ -293,7 +307,7 @@ def draw(
 
 
 def _rounded_noise(like: Tensor, std: float, noise: NoiseSource, ledger: Ledger) -> Tensor:
-    """Noise in whole steps of the grid, int64."""
+    """Return noise in whole steps of the grid, int64."""
     if noise.account is None or noise.account.ledger is not ledger:
         noise.account = _Draws(ledger)
     noise.account.steps += 1
@@ -303,14 +317,17 @@ def _rounded_noise(like: Tensor, std: float, noise: NoiseSource, ledger: Ledger)
 
 
 class PaidCounts:
-    """Answers of one query that are paid for: `count` gives one at a time, as often as was paid.
+    """Answers of one query that are already recorded in the ledger. `count` gives one at a time.
 
-    Formal guarantee: the ledger holds all of them from the beginning, however many are drawn. So epsilon
-    does not depend on when a loop stops asking. A copy, and a fork, has none left.
+    Formal guarantee: the ledger holds all of them from the beginning, however many are used. Epsilon
+    does not depend on when a loop stops. A copy or a fork has none left.
 
     Args:
-        query: of the answers. times: how many were paid.
-        noise, ledger, ranks: of the engine.
+        query: the query.
+        times: number of recorded answers.
+        noise: noise source of the engine's counts.
+        ledger: ledger of the engine.
+        ranks: the ranks that share the answers, or None.
     """
 
     def __init__(
@@ -322,23 +339,25 @@ class PaidCounts:
 
     @property
     def left(self) -> int:
-        """Answers that may still be drawn."""
+        """Number of answers that are left."""
         return self._left if self._process == this_process() else 0
 
     def count(
         self, *, groups: Any, measures: Mapping[str, Any] | None = None, unit_ids: Any = None
     ) -> NoisyCounts:
-        """The next answer; arguments as of `engine.count`.
+        """Return the next answer. The arguments are those of `engine.count`.
 
         Raises:
-            StepError: none is left. ArgumentError, ArgumentTypeError: as `engine.count`; none is used.
+            StepError: none is left.
+            ArgumentError, ArgumentTypeError: as `engine.count`. No answer is used.
         """
         exact = exact_counts(self.query, groups, measures, unit_ids, self._ranks)
         with self._lock:
             if not self.left:
                 raise StepError(
-                    "all answers that were paid for have been given. Pay for more with engine.prepay, "
-                    "or count once with engine.count"
+                    "All answers that were paid for have been given. Pay for more with engine.prepay, "
+                    "or count once with engine.count.",
+                    doc="noisy-counts",
                 )
             self._left -= 1
         return draw(self.query, exact, self._noise, self._ledger, self._ranks)

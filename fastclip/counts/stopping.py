@@ -1,4 +1,4 @@
-"""Early stopping and the best checkpoint by noisy metrics, at a cost that is fixed before the first."""
+"""Early stopping and the best checkpoint by noisy metrics, at a privacy cost fixed in advance."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 
 
 class Evaluation(NamedTuple):
-    """What one evaluation has found.
+    """Result of one evaluation.
 
     Attributes:
-        number: of the evaluation, from 1.
+        number: number of the evaluation, from 1.
         value: the noisy metric.
-        improved: it is the best so far, so the model's weights are those to keep.
-        stop: training should end: no improvement for `patience` evaluations, or none is left.
+        improved: whether it is the best so far, so the model's current weights should be kept.
+        stop: whether training should end, after `patience` evaluations without an improvement, or
+            because no evaluation is left.
         counts: the answer that the metric was computed from.
     """
 
@@ -31,30 +32,29 @@ class Evaluation(NamedTuple):
 
 
 def overall_rate(counts: NoisyCounts) -> float:
-    """The share of the first measure among the second (correct among samples), over all groups."""
+    """Return the share of the first measure among the second, over all groups."""
     of, among = counts.query.measures[:2]
     return counts.rate(of, among).value
 
 
 def worst_rate(counts: NoisyCounts) -> float:
-    """The least share of a group; NaN where that of any group is not known."""
+    """Return the smallest share of a group, or NaN if any group's share is unknown."""
     of, among = counts.query.measures[:2]
     values = [rate.value for rate in counts.rates(of, among).values()]
     return math.nan if any(map(math.isnan, values)) else min(values)
 
 
 class EarlyStopping:
-    """Says when to stop, and which weights are best, from noisy counts of a validation set.
+    """Decides when to stop and which weights are best, from noisy counts of a validation set.
 
-    All `evaluations` are entered in the ledger when it is made. Stopping early does not lower what they
-    have cost, and choosing the best costs nothing more: both follow from answers that are paid for. On
-    public data nothing is paid.
+    All `evaluations` are recorded in the ledger when the object is created. Stopping early does not
+    lower their privacy cost, and choosing the best weights adds none. Both are computed from answers
+    that are already recorded. On public data there is no privacy cost.
 
     Formal guarantee: the values, the choice and the step at which training stops are post-processing of
-    at most `evaluations` answers. When training stops follows from the answers, so the epsilon to be
-    stated for the training set is that of all steps that were planned, which the steps that were taken
-    are a part of: `engine.mechanism(epochs=...).planned_epsilon`, or the target of
-    make_private_with_epsilon.
+    at most `evaluations` answers. The stopping step depends on the answers. The epsilon to state for the
+    training set is therefore that of all planned steps, which include the steps that were taken:
+    `engine.mechanism(epochs=...).planned_epsilon`, or the target of make_private_with_epsilon.
 
     Examples:
         >>> stopping = EarlyStopping(engine, query, evaluations=10, patience=3)
@@ -67,17 +67,18 @@ class EarlyStopping:
         ...         break
 
     Args:
-        engine: whose ledger pays.
-        query: what is counted in each evaluation.
-        evaluations: most of them, all of which are paid for now.
-        patience: evaluations without an improvement, after which it says stop.
-        metric: of an answer, larger is better; None: `overall_rate`. `worst_rate` is
-            that of the worst group.
-        min_delta: by how much more than the best is an improvement. Less than the noise of the metric
-            makes luck look like one.
+        engine: the engine, whose ledger records the answers.
+        query: the query of each evaluation.
+        evaluations: the largest number of evaluations. All of them are recorded at once.
+        patience: number of evaluations without an improvement after which training should stop.
+        metric: function of an answer, larger is better. None means `overall_rate`. `worst_rate` is the
+            share of the worst group.
+        min_delta: smallest increase over the best value that counts as an improvement. Below the noise
+            of the metric, chance looks like an improvement.
 
     Raises:
-        ArgumentError, ArgumentTypeError: naming the argument. StepError: it cannot be recorded.
+        ArgumentError, ArgumentTypeError: the message names the argument.
+        StepError: the answers cannot be recorded.
     """
 
     def __init__(
@@ -88,54 +89,61 @@ class EarlyStopping:
         self.min_delta = not_negative("min_delta", min_delta)
         if metric is None and (len(query.measures) < 2 or not query.disjoint):
             raise ArgumentError(
-                "EarlyStopping needs the metric of an answer, which is no rate over disjoint groups. "
-                "Pass metric=, a function of NoisyCounts"
+                "EarlyStopping has no default metric for this query, which gives no rate over disjoint "
+                "groups. Pass metric=, a function of NoisyCounts."
             )
         if metric is not None and not callable(metric):
-            raise ArgumentTypeError(f"metric expects a function, got {type(metric).__name__}")
+            raise ArgumentTypeError(f"metric expects a function, got {type(metric).__name__}.")
         self._metric = metric or overall_rate
         self.values: list[float] = []
         """The noisy metric of each evaluation so far."""
         self.best, self.best_number = -math.inf, 0
-        """The largest so far, and its evaluation; 0 before the first."""
+        """The largest value so far, and the number of its evaluation (0 before the first)."""
         self._paid = engine.prepay(query, whole("evaluations", evaluations, 1))
 
     @property
     def left(self) -> int:
-        """Evaluations that are paid for and not made."""
+        """Number of recorded evaluations that are left."""
         return int(self._paid.left)
 
     def evaluate(
         self, *, groups: Any, measures: Mapping[str, Any] | None = None, unit_ids: Any = None
     ) -> Evaluation:
-        """Evaluate the model once, by its predictions; arguments and errors as of `engine.count`."""
+        """Evaluate the model's predictions once. Arguments and errors are those of `engine.count`."""
         counts = self._paid.count(groups=groups, measures=measures, unit_ids=unit_ids)
         value = float(self._metric(counts))
         self.values.append(value)
         number = len(self.values)
-        improved = value > self.best + (self.min_delta if self.best_number else 0.0)  # NaN is none
+        improved = value > self.best + (
+            self.min_delta if self.best_number else 0.0
+        )  # NaN never improves
         if improved:
             self.best, self.best_number = value, number
         stop = number - self.best_number >= self.patience or not self.left
         return Evaluation(number, value, improved, stop, counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values so far. What is left of the evaluations is not saved: a file can be read twice."""
+        """Return the values so far. The evaluations left are not saved, as a file can be read twice."""
         return {"values": list(self.values), "best": self.best, "best_number": self.best_number}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from the values of an earlier run, with the evaluations that were paid for here.
+        """Continue from the values of an earlier run, with the evaluations recorded here.
 
         Raises:
-            ArgumentError: it is no such state.
+            ArgumentError: for any other state.
         """
         try:
             values = [float(value) for value in saved["values"]]
             best, number = float(saved["best"]), int(saved["best_number"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"load_state_dict expects a state of EarlyStopping: {error!r}"
+                f"load_state_dict expects a state of EarlyStopping, got another one ({error!r}).",
+                doc="checkpoints",
             ) from None
         if not 0 <= number <= len(values) or (number and values[number - 1] != best):
-            raise ArgumentError("load_state_dict expects a state of EarlyStopping, got another's")
+            raise ArgumentError(
+                f"load_state_dict expects a state of EarlyStopping, got best {best:g} of evaluation "
+                f"{number}, which its {len(values)} values do not have.",
+                doc="checkpoints",
+            )
         self.values, self.best, self.best_number = values, best, number

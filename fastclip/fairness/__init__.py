@@ -1,6 +1,6 @@
-"""What clipping does to subgroups, measured in any training loop. Needs `fastclip[fairness]`.
+"""Measures the effect of clipping on subgroups in any training loop. Needs `fastclip[fairness]`.
 
-Nothing here is private but thresholds and noise: docs/fairness.md says what may be published.
+Only thresholds, noise and noisy counts are private here. docs/fairness.md says what you may publish.
 """
 
 from fastclip.errors import ArgumentError
@@ -12,7 +12,9 @@ try:
     import scipy  # noqa: F401
 except ImportError as error:
     raise ArgumentError(
-        f"fastclip.fairness needs {error.name}: pip install 'fastclip[fairness]'"
+        f"fastclip.fairness needs {error.name}, which is not installed. Run pip install "
+        "'fastclip[fairness]'.",
+        doc="missing-libraries",
     ) from error
 
 from fastclip.fairness.recorder import FairnessRecorder

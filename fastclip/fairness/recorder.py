@@ -1,4 +1,4 @@
-"""Records what training does to subgroups, as one tidy table; what of it may be published."""
+"""Records the effect of training on subgroups in one tidy table, and which values may be published."""
 
 from __future__ import annotations
 
@@ -17,48 +17,51 @@ from fastclip.counts import CountQuery, NoisyCounts
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 # -------------------------------------------------------------------------------------------------
-# What recorders are given: names of groups and classes, and a number for every sample.
+# Arguments of recorders: names of groups and classes, and a number for every sample.
 
 
 ALL = "all"
 CLASS = "class"
 LAYER = "layer"
-"""Attributes of the recorder's own: everybody, the classes, and the layers of thresholds."""
+"""The recorder's own attributes: everybody, the classes, and the layers of thresholds."""
 
 
 def names_of(of: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Names that tell groups, or classes, apart."""
+    """Return the names of groups or classes, which must be distinct."""
     found = () if isinstance(given, str) else tuple(given)
     if not found or not all(isinstance(name, str) for name in found):
         raise ArgumentTypeError(
-            f"FairnessRecorder expects the names of {of} as a sequence of str, one at least, got "
-            f"{given!r}"
+            f"FairnessRecorder expects the names of {of} as a nonempty sequence of str, got {given!r}."
         )
     if len(set(found)) != len(found):
-        raise ArgumentError(f"FairnessRecorder expects different names of {of}, got {found}")
+        raise ArgumentError(f"FairnessRecorder expects different names of {of}, got {found}.")
     return found
 
 
 def attributes_of(
     given: Mapping[str, Sequence[str]], classes: tuple[str, ...]
 ) -> dict[str, tuple[str, ...]]:
-    """Names of the groups of each attribute, none of which is an attribute of the recorder's own."""
+    """Return the names of the groups of each attribute, which must not be the recorder's own."""
     found = {name: names_of(f"the groups of {name!r}", groups) for name, groups in given.items()}
     own = {CLASS: classes, ALL: (ALL,), LAYER: ()}
     for name, groups in found.items():
         if name in own and groups != own[name]:
-            raise ArgumentError(f"FairnessRecorder measures {name!r} itself; name it otherwise")
+            raise ArgumentError(
+                f"FairnessRecorder measures {name!r} itself. Give the attribute another name."
+            )
     return found
 
 
 def chosen(
     where: str, groups: Mapping[str, Any], attributes: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """Of what was given, what belongs to the attributes."""
+    """Return the groups of the attributes among those that were given."""
     missing = [name for name in attributes if name not in groups]
     if missing:
         raise ArgumentError(
-            f"{where} expects groups of the attributes {tuple(attributes)}, lacks {', '.join(missing)}"
+            f"{where} expects groups of the attributes {tuple(attributes)}, got none of "
+            f"{', '.join(missing)}.",
+            doc="groups",
         )
     return {name: groups[name] for name in attributes}
 
@@ -66,131 +69,138 @@ def chosen(
 def check_numbers(
     where: str, name: str, values: Any, samples: int, count: int, *, wait: bool
 ) -> None:  # fmt: skip
-    """Refuse what is not a number from 0 to count - 1 for each of the samples.
+    """Check for one number from 0 to count - 1 per sample.
 
     Args:
-        wait: look at the numbers of another device, too, which has to be waited for.
+        wait: also check the values of another device, for which the host waits.
     """
     if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
         got = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
-        raise ArgumentTypeError(f"{where} expects {name} as an int64 tensor [{samples}], got {got}")
-    check_rows(where, name, values, samples)
+        raise ArgumentTypeError(
+            f"{where} expects {name} as an int64 tensor [{samples}], got {got}."
+        )
+    check_shape(where, name, values, samples)
     if samples and (wait or values.device.type == "cpu"):
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= count:
             raise ArgumentError(
-                f"{where} expects numbers from 0 to {count - 1} for {name}, got {low} to {high}"
+                f"{where} expects numbers from 0 to {count - 1} for {name}, got {low} to {high}."
             )
 
 
-def check_rows(where: str, name: str, values: Tensor, samples: int) -> None:
-    """Refuse another shape than [samples]."""
+def check_shape(where: str, name: str, values: Tensor, samples: int) -> None:
+    """Raise an ArgumentError for another shape than [samples]."""
     if tuple(values.shape) != (samples,):
         raise ArgumentError(
-            f"{where} expects a value of {name} a row, [{samples}], got {list(values.shape)}"
+            f"{where} expects one value of {name} per sample, [{samples}], got {list(values.shape)}."
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# Norms of samples' gradients by group as a model trains: before clipping, after it, and who was
-# clipped.
+# Norms of per-sample gradients by group during training: before clipping, after it, and the share
+# of clipped samples.
 #
-# All of it is of raw samples: not private, and nothing that noise covers.
+# All of them depend on raw samples without noise, so they are not private.
 
 
 MEASURES = ("rows", "norm_before", "norm_after", "clipped")
 
 
 class Observed:
-    """Sums by group since the period began, on the device of the norms: a step waits for nothing.
+    """Sums by group since the period began, on the device of the norms, so a step does not wait.
 
     Args:
         attributes: names of the groups of each attribute.
-        protected: the attribute whose groups `engine.set_groups` gets; None where no strategy of
-            groups clips.
+        protected: the attribute whose groups `engine.set_groups` gets, or None without a strategy of
+            groups.
     """
 
     def __init__(self, attributes: Mapping[str, tuple[str, ...]], protected: str | None) -> None:
         self.attributes = attributes
         self.protected = protected
         self._sums: dict[str, Tensor] = {}
-        """Of each attribute, [4, k]: samples, norms before and after, clipped samples."""
+        """For each attribute, [4, k]: samples, norms before and after clipping, clipped samples."""
 
     def add(self, optimizer: Any, groups: Mapping[str, Tensor]) -> None:
-        """What the last backward pass clipped.
+        """Add the norms of the last backward pass.
 
         Args:
-            optimizer: of the private run, between `backward()` and `step()`.
-            groups: of each attribute, the group of every sample of the (physical) batch, int64 [b];
-                where units are clipped, of every unit, in the order of their first samples. Numbers
-                outside, which a GPU cannot refuse without waiting, count nowhere.
+            optimizer: optimizer of the private run, between `backward()` and `step()`.
+            groups: for each attribute, the group of every sample of the (physical) batch, int64 [b]. If
+                units are clipped, the group of every unit, in the order of their first samples. Numbers
+                out of range count nowhere, because a check on a GPU would have to wait.
         """
         given = chosen("observe", groups, self.attributes)
         if not hasattr(optimizer, "per_sample_norms") or not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "observe expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}."
             )
-        if not any(len(of_rows) for of_rows in given.values()) or _placeholder(optimizer):
-            return  # nobody was drawn
+        if not any(len(of_samples) for of_samples in given.values()) or _placeholder(optimizer):
+            return  # the batch is empty
         norms = optimizer.per_sample_norms
         if norms is None:
             raise ArgumentError(
-                "observe expects to follow a backward pass, of which there was none yet"
+                "observe expects a backward pass before it, got none. Call it between backward() and "
+                "step().",
+                doc="step-order",
             )
-        for name, of_rows in given.items():
-            self._check(optimizer, name, of_rows, len(norms))
+        for name, of_samples in given.items():
+            self._check(optimizer, name, of_samples, len(norms))
         on = {
-            name: of_rows.to(norms.device, torch.int64, non_blocking=True)
-            for name, of_rows in given.items()
+            name: of_samples.to(norms.device, torch.int64, non_blocking=True)
+            for name, of_samples in given.items()
         }
         before, after, clipped = self._clipped(optimizer, norms.double(), on)
         values = torch.stack([torch.ones_like(before), before, after, clipped])  # [4, b]
-        for name, of_rows in on.items():
+        for name, of_samples in on.items():
             k = len(self.attributes[name])
-            outside = (of_rows < 0) | (of_rows >= k)
+            outside = (of_samples < 0) | (of_samples >= k)
             sums = self._sums.get(name, values.new_zeros(len(MEASURES), k)).to(norms.device)
             inside = values.masked_fill(outside, 0.0)
-            self._sums[name] = sums.index_add_(1, of_rows.clamp(0, k - 1), inside)
+            self._sums[name] = sums.index_add_(1, of_samples.clamp(0, k - 1), inside)
 
     def groups_of(self, strategy: Any) -> str | None:
-        """The attribute whose groups the strategy clips by; None where it knows no groups.
+        """Return the attribute whose groups the strategy clips by, or None without groups.
 
         Raises:
-            ArgumentError: `protected` is not it.
+            ArgumentError: `protected` is missing or has another number of groups.
         """
         number = strategy.threshold.num_groups
         if number is None:
             return None
         if self.protected is None:
             raise ArgumentError(
-                "the strategy clips by groups: FairnessRecorder expects protected=, the attribute "
-                "whose groups engine.set_groups gets"
+                "protected expects an attribute, got None, but the strategy clips by groups. Pass the "
+                "attribute whose groups engine.set_groups gets.",
+                doc="groups",
             )
         if len(self.attributes[self.protected]) != number:
             raise ArgumentError(
-                f"the strategy clips {number} groups: FairnessRecorder expects so many of "
-                f"protected={self.protected!r}, which has {len(self.attributes[self.protected])}"
+                f"protected={self.protected!r} expects the {number} groups of the strategy, got "
+                f"{len(self.attributes[self.protected])}. Pass the attribute whose groups "
+                "engine.set_groups gets.",
+                doc="groups",
             )
         return self.protected
 
-    def _check(self, optimizer: Any, name: str, of_rows: Any, samples: int) -> None:
-        draws = optimizer.grad_state.batch.draws
-        if draws is not None and draws.by_units and len(of_rows) != samples:
+    def _check(self, optimizer: Any, name: str, of_samples: Any, samples: int) -> None:
+        sampled = optimizer.grad_state.batch.draws
+        if sampled is not None and sampled.by_units and len(of_samples) != samples:
             raise ArgumentError(
-                f"observe expects the group of each of the {samples} units of the last backward "
-                "pass, got "
-                f"{len(of_rows)} for {name}: rows were clipped by units (unit_ids), so pass a unit's "
-                "group once, at the place of its first row"
+                f"observe expects the group of each of the {samples} units of the last backward pass, "
+                f"got {len(of_samples)} for {name}. Pass one group per unit (unit_ids), in the order of "
+                "the units' first samples.",
+                doc="privacy-units",
             )
-        check_numbers("observe", name, of_rows, samples, len(self.attributes[name]), wait=False)
+        check_numbers("observe", name, of_samples, samples, len(self.attributes[name]), wait=False)
 
     def _clipped(
         self, optimizer: Any, norms: Tensor, groups: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms before and after clipping, and 1 where a norm was above its threshold, all [b].
+        """Return norms before and after clipping, and 1 for a norm above its threshold, all [b].
 
-        Of a strategy by layers the norms of layers are not kept: the last two are NaN.
+        The last two are NaN for a per-layer strategy, because the norms of layers are not kept.
         """
         clipping = optimizer.grad_state.clipping
         strategy, state = clipping.strategy, clipping.current
@@ -208,48 +218,51 @@ class Observed:
         return finite, finite * scales, (~(norms <= threshold)).double()
 
     def read(self) -> dict[str, dict[str, list[float]]]:
-        """Means by attribute, measure and group; starts anew."""
+        """Return the means by attribute, measure and group, and reset the sums."""
         found = {}
         for name, sums in self._sums.items():
             samples, *others = sums.cpu()
-            means = [(of / samples).tolist() for of in others]  # 0 / 0 is NaN: nobody was drawn
+            means = [
+                (of / samples).tolist() for of in others
+            ]  # 0 / 0 is NaN for a group without samples
             found[name] = dict(zip(MEASURES, [samples.tolist(), *means], strict=True))
         self._sums = {}
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the sums, which go on."""
+        """Return a copy of the sums."""
         return {name: sums.clone() for name, sums in self._sums.items()}
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         shapes = {name: (len(MEASURES), len(groups)) for name, groups in self.attributes.items()}
         found = {name: tuple(of.shape) for name, of in sums.items()}
         if any(shapes.get(name) != shape for name, shape in found.items()):
             raise ArgumentError(
-                f"load_state_dict expects sums of this recorder's attributes, {shapes}, got {found}"
+                f"load_state_dict expects sums of this recorder's attributes, {shapes}, got {found}.",
+                doc="checkpoints",
             )
         self._sums = {name: of.clone() for name, of in sums.items()}
 
 
 def _placeholder(optimizer: Any) -> bool:
-    """The last pass was over a sample that stands for an empty draw (rand_on_empty)."""
-    draws = optimizer.grad_state.batch.draws
-    return draws is not None and draws.last is not None and not draws.last.draw.size
+    """Return whether the last pass was over the placeholder of an empty batch (rand_on_empty)."""
+    sampled = optimizer.grad_state.batch.draws
+    return sampled is not None and sampled.last is not None and not sampled.last.draw.size
 
 
 # -------------------------------------------------------------------------------------------------
-# Measures of one evaluation, by group: fairlearn's MetricFrame over samples' losses and predictions.
+# Measures of one evaluation by group: fairlearn's MetricFrame over samples' losses and predictions.
 #
-# Samples of one group, label and prediction are counted first and measured as one with that weight:
-# the measures see nothing else of a sample but its loss, whose sum is kept, and MetricFrame takes
-# milliseconds a thousand samples.
+# Samples of one group, label and prediction are counted first and measured as one weighted sample. The
+# measures depend on nothing else except the loss, whose sum is kept. MetricFrame takes milliseconds
+# per thousand samples.
 
 
 Metric = Callable[..., float]
 
 
-def _rows(labels: Any, predictions: Any, weights: Any) -> float:
+def _samples(labels: Any, predictions: Any, weights: Any) -> float:
     return float(np.sum(weights))
 
 
@@ -262,7 +275,7 @@ def _loss_mean(labels: Any, predictions: Any, losses: Any, weights: Any) -> floa
 
 
 def _rate(rate: Metric, among: int | None) -> Metric:
-    """fairlearn's rate of class 1; NaN, not 0, where no sample has the label that it is a share of."""
+    """Return fairlearn's rate of class 1, or NaN instead of 0 if no sample has the label `among`."""
 
     def found(labels: Any, predictions: Any, sample_weight: Any) -> float:
         if among is not None and among not in np.asarray(labels):
@@ -273,13 +286,13 @@ def _rate(rate: Metric, among: int | None) -> Metric:
 
 
 def metrics(classes: int) -> dict[str, Metric]:
-    """Names of the measures and their functions.
+    """Return the functions of the measures, by name.
 
     Args:
-        classes: their number; with two, rates of class 1 as the positive one are measured, too.
+        classes: number of classes. With two, rates of class 1 as the positive class are added.
     """
     found: dict[str, Metric] = {
-        "rows": _rows, "accuracy": accuracy_score, "loss_sum": _loss_sum, "loss_mean": _loss_mean,
+        "rows": _samples, "accuracy": accuracy_score, "loss_sum": _loss_sum, "loss_mean": _loss_mean,
     }  # fmt: skip
     if classes == 2:
         found |= {
@@ -295,20 +308,21 @@ def evaluation(
     groups: Mapping[str, np.ndarray], attributes: Mapping[str, Sequence[str]],
     classes: Sequence[str],
 ) -> pd.DataFrame:  # fmt: skip
-    """All measures, a sample each: columns attribute, group, measure, value.
+    """Return all measures in a table with columns attribute, group, measure, value.
 
     Args:
-        losses: of samples, [n], float.
+        losses: float losses of the samples, [n].
         predictions: class numbers, [n].
         labels: class numbers, [n].
-        groups: of each attribute, the group of every sample, [n].
+        groups: for each attribute, the group of every sample, [n].
         attributes: names of the groups, by their number.
         classes: names of the classes.
 
     Returns:
-        Measures of everybody (attribute "all"), of each group and of each class; those of a group
-        without samples are NaN, its number of samples 0. Of everybody also `macro_accuracy`, the mean of
-        the classes' accuracies, and `worst_class_accuracy`, over classes that have samples.
+        Measures of everybody (attribute "all"), of each group and of each class, one per row. Those of a
+        group without samples are NaN, and its number of samples is 0. Everybody also has
+        `macro_accuracy`, the mean of the classes' accuracies, and `worst_class_accuracy`, both over
+        classes with samples.
     """
     every = {ALL: (ALL,), **attributes, CLASS: tuple(classes)}
     members = {ALL: np.zeros(len(labels), np.int64), **groups, CLASS: labels}
@@ -333,7 +347,7 @@ def _by_group(
     attribute: str, names: Sequence[str], members: np.ndarray, losses: np.ndarray,
     predictions: np.ndarray, labels: np.ndarray, classes: int,
 ) -> pd.DataFrame:  # fmt: skip
-    """The measures of each group of one attribute."""
+    """Return the measures of each group of one attribute."""
     functions = metrics(classes)
     empty = {name: 0.0 if name == "rows" else np.nan for name in functions}
     values = {number: dict(empty) for number in range(len(names))}
@@ -342,18 +356,18 @@ def _by_group(
             np.stack([members, labels, predictions]), axis=1, return_inverse=True
         )
         weights = np.bincount(cell.ravel())
-        sums = np.bincount(cell.ravel(), weights=losses)  # what is not finite stays so
+        sums = np.bincount(cell.ravel(), weights=losses)  # non-finite losses stay non-finite
         by_weight = {name: {"sample_weight": weights} for name in functions}
         frame = MetricFrame(
             metrics=functions, y_true=cells[1], y_pred=cells[2],
-            sensitive_features=pd.Series(cells[0]),  # an array of one cell would lose its dimension
+            sensitive_features=pd.Series(cells[0]),  # an array of one cell loses its dimension
             sample_params={
                 **by_weight, "rows": {"weights": weights}, "loss_sum": {"losses": sums},
                 "loss_mean": {"losses": sums, "weights": weights},
             },
         )  # fmt: skip
-        for number, sample in frame.by_group.iterrows():
-            values[int(number)] = {name: float(sample[name]) for name in functions}
+        for number, row in frame.by_group.iterrows():
+            values[int(number)] = {name: float(row[name]) for name in functions}
     return pd.DataFrame(
         [
             {"attribute": attribute, "group": names[number], "measure": measure, "value": value}
@@ -363,7 +377,7 @@ def _by_group(
 
 
 # -------------------------------------------------------------------------------------------------
-# Rates by group from noisy counts: what may be published of an evaluation.
+# Rates by group from noisy counts, which may be published.
 
 
 _TWO_CLASSES = ("selected", "positive", "true positive")
@@ -373,11 +387,12 @@ def query_of(
     attributes: Mapping[str, Sequence[str]], classes: int, *, data: Any, noise_multiplier: float,
     unit: str, per_group: int,
 ) -> CountQuery:  # fmt: skip
-    """One query for all attributes, in each of which a unit has one group.
+    """Return one query for all attributes, in each of which a unit has one group.
 
     Args:
-        attributes: names of the groups of each, at least one attribute. classes: their number; with two,
-            predictions and labels of class 1 are counted, too. The rest: as of CountQuery.
+        attributes: names of the groups of each attribute, at least one attribute.
+        classes: number of classes. With two, predictions and labels of class 1 are also counted. The
+            other arguments are those of CountQuery.
     """
     names = [
         f"{attribute}: {group}" for attribute, groups in attributes.items() for group in groups
@@ -393,7 +408,7 @@ def counted(
     query: CountQuery, attributes: Mapping[str, Sequence[str]], groups: Mapping[str, np.ndarray],
     predictions: np.ndarray, labels: np.ndarray,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
-    """What `engine.count` takes: the groups of each sample, [n, groups], and its measures, each [n]."""
+    """Return the groups of each sample, [n, groups], and its measures, each [n], for `engine.count`."""
     members = [groups[name][:, None] == np.arange(len(of)) for name, of in attributes.items()]
     found = {
         "correct": predictions == labels, "selected": predictions == 1, "positive": labels == 1,
@@ -403,10 +418,10 @@ def counted(
     return np.concatenate(members, 1), wanted
 
 
-def rows_of(
+def values_of(
     answer: NoisyCounts, attributes: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, str, str, float]]:
-    """(attribute, group, measure, value) of an answer; everybody is the sum over the first attribute."""
+    """Return (attribute, group, measure, value) of an answer. "all" sums over the first attribute."""
     found, rates, start = [], answer.rates(), 0
     for attribute, names in attributes.items():
         for group, number in zip(names, range(start, start + len(names)), strict=True):
@@ -444,11 +459,11 @@ def _share(of: float, among: float) -> float:
 
 COLUMNS = ("step", "epsilon", "part", "attribute", "group", "measure", "value", "private")
 TRAINING = "training"
-"""The part of what was measured in training steps."""
+"""The part of measures from training steps."""
 
 
 class FairnessRecorder:
-    """Evaluations by group, and norms by group of the steps between them.
+    """Records evaluations by group, and norms by group of the steps between them.
 
     Examples:
         >>> recorder = FairnessRecorder({"sex": ("female", "male")}, ("no", "yes"))
@@ -465,9 +480,10 @@ class FairnessRecorder:
         classes: names of the classes, by their number.
         protected: the attribute whose groups `engine.set_groups` gets, for strategies of groups.
 
-    Guarantee: that of `release` for what it writes; else none. Evaluations and norms look at samples
-    without noise; the column `private` is True for what follows from the private run alone (thresholds,
-    noise, epsilon) and from noisy counts. What is observed changes nothing of the training.
+    Guarantee: values from `release` have its guarantee, and other values have none. Evaluations and
+    norms depend on samples without noise. The column `private` is True for values that follow from the
+    private run alone (thresholds, noise, epsilon) or from noisy counts. Recording does not change the
+    training.
     """
 
     def __init__(
@@ -478,7 +494,7 @@ class FairnessRecorder:
         self.attributes = attributes_of(attributes, self.classes)
         if protected is not None and protected not in self.attributes:
             raise ArgumentError(
-                f"protected expects one of the attributes {tuple(self.attributes)}, got {protected!r}"
+                f"protected expects one of the attributes {tuple(self.attributes)}, got {protected!r}."
             )
         self._observed = Observed(self.attributes, protected)
         self._rows: list[dict[str, Any]] = []
@@ -491,90 +507,90 @@ class FairnessRecorder:
 
         Args:
             step: real steps so far.
-            losses: of the samples, [n], each of its sample alone.
+            losses: losses of the samples, [n], each of its own sample.
             predictions: int64 [n].
             labels: int64 [n].
-            groups: of each attribute, the group of every sample, int64 [n].
-            part: "test", "validation", "train" or a name of your own.
-            epsilon: spent so far.
+            groups: for each attribute, the group of every sample, int64 [n].
+            part: "test", "validation", "train" or your own name.
+            epsilon: epsilon spent so far.
         """
-        if any(
-            sample["part"] == part and sample["private"]
-            for sample in self._rows
-            if part != TRAINING
-        ):
+        if any(row["part"] == part and row["private"] for row in self._rows if part != TRAINING):
             raise ArgumentError(
-                f"evaluate got part={part!r}, of which this table holds noisy counts that may be "
-                "published. Give it another name"
+                f"part={part!r} of this table holds noisy counts that may be published, and evaluate "
+                "would add figures without noise. Use another name.",
+                doc="groups",
             )
         if part == TRAINING:
             raise ArgumentError(
-                f"evaluate expects another name than {TRAINING!r}, which is that of observed steps, "
-                "for part; rows that trained are 'train'"
+                f"part={TRAINING!r} is reserved for observed steps. Use 'train' for samples that were "
+                "trained on."
             )
         if not isinstance(losses, Tensor) or not losses.is_floating_point():
             got = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
-            raise ArgumentTypeError(f"evaluate expects losses as a tensor of floats, got {got}")
+            raise ArgumentTypeError(f"evaluate expects losses as a tensor of floats, got {got}.")
         samples, given = losses.numel(), chosen("evaluate", groups, self.attributes)
-        check_rows("evaluate", "losses", losses, samples)
+        check_shape("evaluate", "losses", losses, samples)
         classes = _numbers("labels", labels, samples, len(self.classes))
         found = _numbers("predictions", predictions, samples, len(self.classes))
         members = {
-            name: _numbers(name, of_rows, samples, len(self.attributes[name]))
-            for name, of_rows in given.items()
+            name: _numbers(name, of_samples, samples, len(self.attributes[name]))
+            for name, of_samples in given.items()
         }
         if CLASS in members and (members[CLASS] != classes).any():
-            raise ArgumentError(f"evaluate expects the groups of {CLASS!r} to be the labels")
+            raise ArgumentError(
+                f"evaluate expects the labels as the groups of {CLASS!r}, got others."
+            )
         table = evaluation(
             losses=_array(losses.double()), predictions=found, labels=classes, groups=members,
             attributes=self.attributes, classes=self.classes,
         )  # fmt: skip
-        for sample in table.to_dict("records"):
-            self._note(step, part, epsilon=epsilon, **sample)
+        for row in table.to_dict("records"):
+            self._note(step, part, epsilon=epsilon, **row)
 
     def release(
         self, step: int, engine: Any, *, data: Any, noise_multiplier: float, predictions: Tensor,
         labels: Tensor, groups: Mapping[str, Tensor], unit: str, unit_ids: Any = None,
         per_group: int = 1, part: str = "released",
     ) -> NoisyCounts:  # fmt: skip
-        """Measure one part of the data by one noisy count query, which may be published.
+        """Measure one part of the data by one noisy count query, whose answer may be published.
 
-        Formal guarantee: as of `engine.count`; what is written is post-processing of its answer. A unit
-        counts in one group of each attribute (in as many groups as there are attributes, those where it
-        has most samples).
+        Formal guarantee: that of `engine.count`. The recorded values are post-processing of its answer.
+        A unit counts in as many groups as there are attributes, those in which it has most samples.
 
         Args:
             step: real steps so far.
-            engine: whose ledger pays.
-            data, noise_multiplier, unit, per_group: as of `fastclip.counts.CountQuery`.
-            unit_ids: of each sample, [n], where unit is "unit".
-            part: a name that no evaluation without noise has. The rest: as of `evaluate`.
+            engine: the engine, whose ledger records the query.
+            data: as in `fastclip.counts.CountQuery`, like noise_multiplier, unit and per_group.
+            unit_ids: the unit of each sample, [n], if unit is "unit".
+            part: a name that no evaluation without noise has. Other arguments are as in `evaluate`.
 
         Returns:
-            The answer. The table gets samples, accuracy and its 95 % interval by group (`accuracy_low`,
-            `accuracy_high`), and with two classes the rates of class 1.
+            The answer. The table gets the number of samples, accuracy and its 95 % interval by group
+            (`accuracy_low`, `accuracy_high`), and with two classes the rates of class 1.
 
         Raises:
-            ArgumentError, ArgumentTypeError: as `evaluate` and `engine.count`; nothing is spent.
-            StepError: it cannot be recorded.
+            ArgumentError, ArgumentTypeError: as `evaluate` and `engine.count`. Nothing is spent.
+            StepError: the query cannot be recorded.
         """
         if not self.attributes:
             raise ArgumentError(
-                "release needs groups. Give FairnessRecorder at least one attribute"
+                "release needs groups, but FairnessRecorder has no attribute. Give it at least one.",
+                doc="groups",
             )
         if part == TRAINING or any(
-            sample["part"] == part and not sample["private"] for sample in self._rows
+            row["part"] == part and not row["private"] for row in self._rows
         ):
             raise ArgumentError(
-                f"release got part={part!r}, of which this table holds figures without noise. Give it "
-                "another name"
+                f"part={part!r} of this table holds figures without noise, so release cannot publish "
+                "under this name. Use another one.",
+                doc="groups",
             )
         samples, given = len(labels), chosen("release", groups, self.attributes)
         classes = _numbers("labels", labels, samples, len(self.classes))
         found = _numbers("predictions", predictions, samples, len(self.classes))
         members = {
-            name: _numbers(name, of_rows, samples, len(self.attributes[name]))
-            for name, of_rows in given.items()
+            name: _numbers(name, of_samples, samples, len(self.attributes[name]))
+            for name, of_samples in given.items()
         }
         query = query_of(
             self.attributes, len(self.classes), data=data, noise_multiplier=noise_multiplier, unit=unit,
@@ -584,18 +600,18 @@ class FairnessRecorder:
         answer: NoisyCounts = engine.count(
             query, groups=masks, measures=measures, unit_ids=unit_ids
         )
-        for attribute, group, measure, value in rows_of(answer, self.attributes):
+        for attribute, group, measure, value in values_of(answer, self.attributes):
             self._note(step, part, attribute, group, measure, value, private=True)
         return answer
 
     def observe(self, optimizer: Any, groups: Mapping[str, Tensor]) -> None:
-        """Norms of the last backward pass, before its `optimizer.step()`; see `Observed.add`."""
+        """Record norms of the last backward pass, before `optimizer.step()` (see `Observed.add`)."""
         self._observed.add(optimizer, groups)
 
     def close_period(self, step: int) -> None:
-        """Write what was observed since the last call: samples, mean norms, share clipped, by group.
+        """Write samples, mean norms and the clipped share by group since the last call.
 
-        A sample whose gradient is not finite contributes nothing: it counts as clipped, with norms of 0.
+        A sample whose gradient is not finite contributes nothing. It counts as clipped, with norms of 0.
         """
         for attribute, measures in self._observed.read().items():
             for measure, values in measures.items():
@@ -603,21 +619,22 @@ class FairnessRecorder:
                     self._note(step, TRAINING, attribute, group, measure, value)
 
     def thresholds(self, step: int, optimizer: Any) -> None:
-        """Write thresholds, weights of groups and sensitivity of the last step; the next one's noise.
+        """Write thresholds, group weights and sensitivity of the last step, and the next one's noise.
 
-        To be called after `optimizer.step()`, which pays for them. Thresholds of groups are told by
-        the groups of `protected`; of layers, by their number. They are private where their counts
-        had noise.
+        Call it after `optimizer.step()`, which pays for them. Thresholds of groups are recorded under
+        the groups of `protected`, and those of layers under their number. They are private if their
+        counts had noise.
 
         Raises:
-            ArgumentError: before the step that pays for thresholds of this very batch's counts.
+            ArgumentError: before the step that pays for thresholds from this batch's counts.
         """
         grad_state = optimizer.grad_state
         policy = grad_state.clipping.strategy.threshold
         if policy.same_step and grad_state.clipping.current is not grad_state.clipping.paid:
             raise ArgumentError(
-                f"thresholds of {type(policy).__name__} follow from this batch's counts, which "
-                "optimizer.step() pays for: call thresholds() after it"
+                f"Thresholds of {type(policy).__name__} follow from this batch's counts, which "
+                "optimizer.step() pays for. Call thresholds() after it.",
+                doc="noisy-counts",
             )
         counted = policy.count_noise_ratio is not None
         private = not (counted and float(optimizer.noise_multiplier) == 0)
@@ -641,7 +658,7 @@ class FairnessRecorder:
             self._note(step, TRAINING, ALL, ALL, measure, value, private=private)
 
     def frame(self) -> pd.DataFrame:
-        """All that was written, one value a sample: `COLUMNS`."""
+        """Return the table, with one value per row and the columns `COLUMNS`."""
         return pd.DataFrame(self._rows, columns=list(COLUMNS))
 
     def to_tensorboard(self, writer: Any) -> None:
@@ -649,27 +666,27 @@ class FairnessRecorder:
 
         Tags are (not )private/part/attribute/group/measure.
         """
-        for sample in self._rows:
-            words = (sample["part"], sample["attribute"], sample["group"], sample["measure"])
-            tag = "/".join(("private" if sample["private"] else "not private", *words))
-            writer.add_scalar(tag, sample["value"], sample["step"])
+        for row in self._rows:
+            words = (row["part"], row["attribute"], row["group"], row["measure"])
+            tag = "/".join(("private" if row["private"] else "not private", *words))
+            writer.add_scalar(tag, row["value"], row["step"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, in types that torch.load(weights_only=True) reads. NOT private."""
-        return {"rows": [dict(sample) for sample in self._rows], "observed": self._observed.state()}
+        """Return the state in types that torch.load(weights_only=True) reads. It is NOT private."""
+        return {"rows": [dict(row) for row in self._rows], "observed": self._observed.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self._observed.load(state["observed"])
-        self._rows = [dict(sample) for sample in state["rows"]]
+        self._rows = [dict(row) for row in state["rows"]]
 
     def _note(
         self, step: int, part: str, attribute: str, group: str, measure: str, value: float,
         epsilon: float | None = None, private: bool = False,
     ) -> None:  # fmt: skip
         spent = None if epsilon is None else float(epsilon)
-        told = (int(step), spent, part, attribute, group, measure, float(value), private)
-        self._rows.append(dict(zip(COLUMNS, told, strict=True)))
+        row = (int(step), spent, part, attribute, group, measure, float(value), private)
+        self._rows.append(dict(zip(COLUMNS, row, strict=True)))
 
 
 def _numbers(name: str, values: Any, samples: int, count: int) -> np.ndarray:

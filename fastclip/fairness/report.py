@@ -1,4 +1,4 @@
-"""The page of a user's own run, with its pictures: what clipping did to each group."""
+"""HTML report of a run, with pictures: the effect of clipping on each group."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fastclip.fairness.recorder import ALL, CLASS, COLUMNS, LAYER, TRAINING, Fai
 from fastclip.fairness.statistics import gap, privacy_impact
 
 # -------------------------------------------------------------------------------------------------
-# Reports as one HTML file that needs no network and no script, with a Markdown twin.
+# Reports as one HTML file without network access or scripts, with a Markdown copy.
 
 
 NOTES = {
     "private": "May be published: covered by epsilon",
-    "held out": "Not covered by epsilon: measured on held-out rows without noise",
-    "not private": "Not private: raw training rows, do not publish",
+    "held out": "Not covered by epsilon: measured on held-out samples without noise",
+    "not private": "Not private: raw training samples, do not publish",
     "caution": "Caution",
     "synthetic": "Synthetic data",
 }
-"""Kinds of notes, and the words in front of them."""
+"""Kinds of notes, and their titles."""
 
 WORDS = ' class="text"'
-"""Of cells of a column that holds words, which may wrap."""
+"""Attribute of cells in columns of words, which may wrap."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --line: #d0d7de; --soft: #f3f5f7; }
@@ -65,20 +65,20 @@ nav ul { columns: 2; padding-left: 1.2rem; } @media (max-width: 40rem) { nav ul 
 
 
 class Part(NamedTuple):
-    """A piece of a page, in both languages; a picture has its PNG, whose place `markdown` ends with."""
+    """A piece of a page in HTML and Markdown. For a picture, `markdown` ends before its path."""
 
     html: str
     markdown: str
     png: bytes | None = None
     after: str = ""
-    """What follows the place of the picture in Markdown."""
+    """Markdown after the path of the picture."""
 
 
 class Page:
     """A report that grows from top to bottom.
 
     Args:
-        title: of the page.
+        title: title of the page.
     """
 
     def __init__(self, title: str) -> None:
@@ -87,24 +87,24 @@ class Page:
         self._headings: list[str] = []
 
     def heading(self, text: str) -> None:
-        """A section begins."""
+        """Begin a section."""
         self._headings.append(text)
         place = f"part{len(self._headings)}"
         self._add(f'<h2 id="{place}">{_escaped(text)}</h2>', f"## {_plain(text)}")
 
     def text(self, text: str) -> None:
-        """A paragraph."""
+        """Add a paragraph."""
         self._add(f"<p>{_escaped(text)}</p>", _line(text))
 
     def items(self, texts: Sequence[str]) -> None:
-        """A list."""
+        """Add a list."""
         listed = "".join(f"<li>{_escaped(text)}</li>" for text in texts)
         self._add(f"<ul>{listed}</ul>", "\n".join(f"- {_line(text)}" for text in texts))
 
     def note(self, text: str, kind: str) -> None:
-        """A box that says what may be done with what follows; `kind` is one of `NOTES`."""
+        """Add a box that says whether the following may be published. `kind` is one of `NOTES`."""
         if kind not in NOTES:
-            raise ArgumentError(f"kind expects one of {tuple(NOTES)}, got {kind!r}")
+            raise ArgumentError(f"kind expects one of {tuple(NOTES)}, got {kind!r}.")
         title, text = NOTES[kind], text[:1].upper() + text[1:]
         self._add(
             f'<p class="note {kind.replace(" ", "-")}"><strong>{title}.</strong> {_escaped(text)}</p>',
@@ -112,7 +112,7 @@ class Page:
         )
 
     def table(self, table: pd.DataFrame, caption: str) -> None:
-        """A table; floats get four significant digits, NaN a dash."""
+        """Add a table. Floats get four significant digits, and NaN a dash."""
         texts = {name: not pd.api.types.is_numeric_dtype(table[name]) for name in table}
         worded = {
             name: texts[name] and any(re.search(r"[a-z]{2}", _cell(value)) for value in table[name])
@@ -143,14 +143,17 @@ class Page:
         )
 
     def figure(self, figure: Figure, caption: str, alt: str) -> None:
-        """A picture.
+        """Add a picture.
 
         Args:
-            caption: what it shows.
-            alt: what who cannot see it needs to know.
+            figure: the matplotlib figure.
+            caption: caption of the picture.
+            alt: description for readers who cannot see the picture.
         """
         if not alt.strip():
-            raise ArgumentError("figure expects alt, a sentence for who cannot see the picture")
+            raise ArgumentError(
+                "alt expects a description for readers who cannot see the picture, got none."
+            )
         png = _png(figure)
         data = base64.b64encode(png).decode()
         self._add(
@@ -164,10 +167,10 @@ class Page:
         )
 
     def write(self, path: Path) -> list[Path]:
-        """Write the page, its Markdown twin and that one's pictures.
+        """Write the page, its Markdown copy and the pictures of the copy.
 
         Args:
-            path: of the HTML file.
+            path: path of the HTML file.
 
         Returns:
             The files written.
@@ -177,7 +180,7 @@ class Page:
         """
         if path.suffix.lower() not in (".html", ".htm"):
             raise ArgumentError(
-                f"path expects the name of an HTML file, NAME.html, got {str(path)!r}"
+                f"path expects the name of an HTML file, NAME.html, got {str(path)!r}."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         listed = "".join(
@@ -205,9 +208,9 @@ class Page:
             written.append(picture)
             where = quote(picture.relative_to(path.parent).as_posix())
             lines.append(part.markdown + where + part.after)
-        twin = path.with_suffix(".md")
-        twin.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-        return [*written, twin]
+        copy = path.with_suffix(".md")
+        copy.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+        return [*written, copy]
 
     def _add(
         self, in_html: str, markdown: str, png: bytes | None = None, after: str = ""
@@ -216,10 +219,10 @@ class Page:
 
 
 def _png(figure: Figure) -> bytes:
-    """A third of the bytes: charts have few colors, so a palette shows them as well."""
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    Image.open(drawn).convert("RGB").quantize(128).save(small, "png", optimize=True)
+    """Return a PNG with a palette, which is a third of the size and enough for charts."""
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, format="png", dpi=120)
+    Image.open(full).convert("RGB").quantize(128).save(small, "png", optimize=True)
     return small.getvalue()
 
 
@@ -228,13 +231,13 @@ def _escaped(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """As text in Markdown: no tag of HTML, no emphasis that was not meant, one line."""
+    """Escape one line of text for Markdown, so it holds no HTML tags and no emphasis."""
     text = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"([\\`*_~\[\]])", r"\\\1", text)
 
 
 def _line(text: str) -> str:
-    """The same at the beginning of a line, where it might begin a list or a heading."""
+    """Escape text at the beginning of a line, where it might begin a list or a heading."""
     return re.sub(r"^(\d+(?=[.)](?:\s|$))|(?=[-+#=]))", r"\1\\", _plain(text))
 
 
@@ -247,8 +250,8 @@ def _cell(value: Any) -> str:
 # -------------------------------------------------------------------------------------------------
 # Pictures of reports: lines over steps or budgets, dots by group. Legible at a width of 100 mm.
 #
-# Colors are those of Okabe and Ito 2008, which people with any color vision tell apart; marks and
-# dashes differ as well.
+# Colors are those of Okabe and Ito 2008, which people with any color vision can distinguish. Marks
+# and dashes differ as well.
 
 
 COLORS = (
@@ -258,12 +261,12 @@ COLORS = (
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES = ("-", "--", "-.", ":")
 WIDTH = 5.2
-"""Inches of a panel: 10 points of it are 7.6 at 100 mm."""
+"""Width of a panel in inches, at which 10 points become 7.6 at 100 mm."""
 PICTURE_COLUMNS = 2
 
 
 class Line(NamedTuple):
-    """Values over something, with their errors where they have them."""
+    """Values of y over x, optionally with intervals."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -275,23 +278,28 @@ def lines(
     panels: Mapping[str, Mapping[str, Line]], xlabel: str, ylabel: str, *, share: bool = False,
     log: bool = False, xlog: bool = False, columns: int = PICTURE_COLUMNS,
 ) -> Figure:  # fmt: skip
-    """A panel for each title, a line for each name; one legend below all of them.
+    """Plot a panel for each title and a line for each name, with one legend below.
 
     Args:
+        panels: lines by name, for each title.
+        xlabel: label of the x axis.
+        ylabel: label of the y axis.
         share: values are shares of 1, shown in percent.
-        log: logarithmic axes.
-        xlog: logarithmic axes.
-        columns: panels beside each other; one is legible on a telephone.
+        log: logarithmic y axis.
+        xlog: logarithmic x axis.
+        columns: number of panels side by side. One is legible on a phone.
     """
     names = list(dict.fromkeys(name for of in panels.values() for name in of))
     figure, axes = _panels(list(panels), 3.3, len(names), columns)
     for place, (axis, of) in enumerate(zip(axes, panels.values(), strict=True)):
         for name, line in of.items():
-            look = _look(names.index(name))
+            style = _style(names.index(name))
             many = len(line.x) > 12
-            axis.plot(line.x, line.y, label=_text(name), markevery=max(1, len(line.x) // 8), **look)
+            axis.plot(
+                line.x, line.y, label=_text(name), markevery=max(1, len(line.x) // 8), **style
+            )
             if line.error is not None and not many:
-                _bars(axis, line, look["color"])
+                _bars(axis, line, style["color"])
         axis.set_xlabel(_text(xlabel))
         axis.set_ylabel("" if place % columns else _text(ylabel))
         if log and any(value > 0 for line in of.values() for value in line.y):
@@ -313,7 +321,7 @@ def dots(
     panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float]]]], xlabel: str, *,
     share: bool = False, log: bool = False,
 ) -> Figure:  # fmt: skip
-    """A panel for each title, a row for each name, a mark for each group: (value, low, high)."""
+    """Plot a panel for each title, a row for each name, a mark for each group (value, low, high)."""
     rows = list(dict.fromkeys(row for of in panels.values() for row in of))
     groups = list(dict.fromkeys(g for of in panels.values() for row in of.values() for g in row))
     figure, axes = _panels(list(panels), 0.9 + 0.34 * len(rows), len(groups), PICTURE_COLUMNS)
@@ -324,11 +332,11 @@ def dots(
             if known:
                 axis.plot([min(known), max(known)], [y, y], color="#c4c7cc", linewidth=2, zorder=1)
             for group, (value, low, high) in values.items():
-                look = _look(groups.index(group))
+                style = _style(groups.index(group))
                 if not math.isnan(low):
-                    axis.plot([low, high], [y, y], color=look["color"], linewidth=1.2, zorder=2)
-                axis.plot([value], [y], linestyle="none", marker=look["marker"], markersize=6,
-                          color=look["color"], label=_text(group), zorder=3)  # fmt: skip
+                    axis.plot([low, high], [y, y], color=style["color"], linewidth=1.2, zorder=2)
+                axis.plot([value], [y], linestyle="none", marker=style["marker"], markersize=6,
+                          color=style["color"], label=_text(group), zorder=3)  # fmt: skip
         axis.set_yticks(
             range(len(rows)),
             [""] * len(rows) if place % PICTURE_COLUMNS else [_text(row) for row in rows],
@@ -346,7 +354,7 @@ def dots(
 def _panels(
     titles: Sequence[str], height: float, names: int, columns: int
 ) -> tuple[Figure, list[Axes]]:  # fmt: skip
-    """Axes beside each other, `columns` at most in a row."""
+    """Return a figure with axes side by side, at most `columns` in a row."""
     columns = min(columns, max(1, len(titles)))
     rows = math.ceil(len(titles) / columns)
     below = 0.25 * math.ceil(names / (3 * columns)) + 0.2
@@ -364,12 +372,12 @@ def _panels(
 
 
 def _text(name: str) -> str:
-    """A name as matplotlib shows it: no formula between dollars, none hidden for its underscore."""
+    """Escape a name for matplotlib, so it is no formula and is not hidden by an underscore."""
     shown = " ".join(name.split()).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def _look(number: int) -> dict[str, Any]:
+def _style(number: int) -> dict[str, Any]:
     return {
         "color": COLORS[number % len(COLORS)],
         "marker": MARKS[number % len(MARKS)],
@@ -384,7 +392,7 @@ def _bars(axis: Axes, line: Line, color: str) -> None:
 
 
 def _logarithmic(axis: Axes, which: str) -> None:
-    """Few ticks with plain numbers, also within one power of ten."""
+    """Set a logarithmic axis with few ticks and plain numbers, also within one power of ten."""
     axis.set(**{f"{which}scale": "log"})
     of = axis.xaxis if which == "x" else axis.yaxis
     low, high = of.get_view_interval()
@@ -396,14 +404,14 @@ def _logarithmic(axis: Axes, which: str) -> None:
 
 
 def _percent(axis: Axes, which: str) -> None:
-    """Few ticks, none rounded to what it is not."""
+    """Set few ticks in percent, without rounding errors."""
     of = axis.xaxis if which == "x" else axis.yaxis
     of.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     of.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}%"))
 
 
 def _legend(figure: Figure, axes: Sequence[Axes], columns: int) -> None:
-    """Below everything, where no curve runs; each name once."""
+    """Add one legend below all panels, with each name once."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -421,7 +429,7 @@ def _legend(figure: Figure, axes: Sequence[Axes], columns: int) -> None:
 
 OVERALL = ("accuracy", "macro_accuracy", "worst_class_accuracy", "loss_mean")
 TRAINED = "train"
-"""The part that `FairnessRecorder.evaluate` calls so: the rows that trained."""
+"""Name of the part of samples that were trained on, in `FairnessRecorder.evaluate`."""
 RATES = (
     "rows", "accuracy", "accuracy_low", "accuracy_high", "loss_mean", "loss_sum", "selection_rate",
     "true_positive_rate", "false_positive_rate",
@@ -438,11 +446,12 @@ def fairness_report(
 
     Args:
         run: a recorder, or its table.
-        path: of the HTML file; a Markdown twin and its pictures are written beside it.
-        epsilon: what the run has spent, `engine.get_epsilon(delta)`.
-        delta: what the run has spent, `engine.get_epsilon(delta)`.
-        baseline: the same of a run without privacy, for the cost of privacy by group.
-        searched: the cost of the search that chose this run, from `fastclip.accounting.hpo_epsilon`.
+        path: path of the HTML file. A Markdown copy and its pictures are written next to it.
+        title: title of the page.
+        epsilon: epsilon of the run, `engine.get_epsilon(delta)`.
+        delta: delta of epsilon.
+        baseline: recorder or table of a run without privacy, for the cost of privacy by group.
+        searched: cost of the search that chose this run, from `fastclip.accounting.hpo_epsilon`.
         part: the evaluated part that the tables show.
         publish: leave out every figure that may not be published (by the column `private`).
 
@@ -450,11 +459,11 @@ def fairness_report(
         The files written.
 
     Raises:
-        ArgumentError: for a path that is not one of an HTML file, and a baseline of other groups.
+        ArgumentError: for a path that is not an HTML file, or a baseline with other groups.
 
-    Guarantee: none. Every table and picture says whether it may be published: what follows from the
-    private run alone is covered by its epsilon; what looks at evaluation rows without noise is not
-    covered by anything; what looks at training rows has no finite epsilon.
+    Guarantee: none. Every table and picture says whether it may be published. Figures that follow from
+    the private run alone are covered by its epsilon. Figures of evaluation samples without noise are not
+    covered. Figures of training samples have no finite epsilon.
     """
     frame = _table("run", run, publish)
     page = Page(title)
@@ -463,14 +472,15 @@ def fairness_report(
     if evaluated.empty:
         known = sorted(set(frame["part"]) - {TRAINING})
         page.text(
-            f"Nothing was evaluated under the name {part!r}; there are: {', '.join(known) or 'none'}."
+            f"Nothing was evaluated under the name {part!r}. Evaluated parts: "
+            f"{', '.join(known) or 'none'}."
         )
     else:
         _evaluations(page, evaluated, part)
         if baseline is not None:
             plain = _evaluated(_table("baseline", baseline, publish), part)
             if plain.empty:
-                raise ArgumentError(f"baseline expects an evaluation of {part!r}, has none")
+                raise ArgumentError(f"baseline expects an evaluation of {part!r}, got none.")
             _impact(page, evaluated, plain, part)
     _thresholds(page, frame)
     _norms(page, frame)
@@ -478,17 +488,17 @@ def fairness_report(
 
 
 def _evaluated(frame: pd.DataFrame, part: str) -> pd.DataFrame:
-    """What was measured of a part; where it was measured twice at a step, the last."""
+    """Return the measures of a part, the last ones if a step has several."""
     found = frame[(frame["part"] == part) & (frame["part"] != TRAINING)]
     return found.drop_duplicates(["step", "attribute", "group", "measure"], keep="last")
 
 
-def _looked_at(page: Page, frame: pd.DataFrame, part: str, what: str) -> None:
-    """Says what may be published of figures about the rows of a part."""
+def _publishable(page: Page, frame: pd.DataFrame, part: str, what: str) -> None:
+    """Add a note on whether figures of a part's samples may be published."""
     if frame["private"].all():
         page.note(
-            f"figures of {part!r} follow from noisy counts, whose cost is in the ledger: "
-            "engine.privacy_by_data_set says whom it protects and by how much.", "private",
+            f"figures of {part!r} follow from noisy counts, whose privacy cost is in the ledger. "
+            "engine.privacy_by_data_set lists whom it protects and the epsilon.", "private",
         )  # fmt: skip
         return
     page.note(what, "not private" if part == TRAINED else "held out")
@@ -498,12 +508,12 @@ def _table(name: str, run: FairnessRecorder | pd.DataFrame, publish: bool) -> pd
     frame = run.frame() if isinstance(run, FairnessRecorder) else run
     if not isinstance(frame, pd.DataFrame):
         raise ArgumentTypeError(
-            f"{name} expects a FairnessRecorder or its frame(), got {type(run).__name__}"
+            f"{name} expects a FairnessRecorder or its frame(), got {type(run).__name__}."
         )
     missing = [column for column in COLUMNS if column not in frame]
     if missing:
         raise ArgumentError(
-            f"{name} expects the columns of FairnessRecorder.frame(), lacks {missing}"
+            f"{name} expects the columns of FairnessRecorder.frame(), got none of {missing}."
         )
     return frame[frame["private"].astype(bool)] if publish else frame
 
@@ -513,24 +523,24 @@ def _budget(
     searched: TunedEpsilon | None,
 ) -> None:  # fmt: skip
     spent = frame["epsilon"].dropna().max() if epsilon is None else epsilon
-    page.heading("What this page costs")
+    page.heading("Privacy cost of this page")
     at = "" if delta is None else f" at delta {delta:g}"
     known = "not recorded" if pd.isna(spent) else f"{spent:.4g}{at}"
     page.text(
-        f"Epsilon spent on the training rows by this run: {known}. It covers the model, its thresholds "
-        "and its noise, unless the run was chosen among others. It does not cover this page: below, "
-        "each part says what it looks at."
+        f"Epsilon spent on the training samples by this run: {known}. It covers the model, its "
+        "thresholds and its noise, unless the run was chosen among others. It does not cover this page. "
+        "Each part below says which data it depends on."
     )
     if searched is None:
         page.note(
             "if this run was chosen among others by figures like these, the choice is a search over raw "
-            "rows and epsilon is not that of one run: fastclip.accounting.hpo_epsilon prices a search "
-            "whose scores are noisy or public.", "caution",
+            "samples, and epsilon is not that of one run. fastclip.accounting.hpo_epsilon computes the "
+            "cost of a search with noisy or public scores.", "caution",
         )  # fmt: skip
     else:
         page.note(
-            f"this run was chosen by a private search, so what covers the model is epsilon "
-            f"{searched.epsilon:.4g}{at} in all; one run alone has {searched.base_epsilon:.4g}.",
+            f"this run was chosen by a private search, so the model has epsilon "
+            f"{searched.epsilon:.4g}{at} in all. One run alone has {searched.base_epsilon:.4g}.",
             "private",
         )  # fmt: skip
 
@@ -538,17 +548,17 @@ def _budget(
 def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
     last = frame[frame["step"] == frame["step"].max()]
     page.heading("Groups at the end")
-    _looked_at(
+    _publishable(
         page, frame, part,
-        f"rows of {part!r} were looked at without noise: publishing these numbers tells something about "
-        "each of these rows, by an amount that nothing here bounds.",
+        f"these figures depend on samples of {part!r} without noise. Publishing them reveals "
+        "information about each of these samples, and nothing here bounds it.",
     )  # fmt: skip
     everybody = last[(last["attribute"] == ALL) & last["measure"].isin(OVERALL)]
     page.table(everybody[["measure", "value"]], "Everybody")
     for attribute in _attributes(last):
         shown = (
             RATES[:6] if attribute == CLASS else RATES
-        )  # of one class a rate says what accuracy does
+        )  # within one class a rate repeats the accuracy
         of = last[(last["attribute"] == attribute) & last["measure"].isin(shown)]
         wide = of.pivot(index="group", columns="measure", values="value")
         wide = wide.reindex(index=list(dict.fromkeys(of["group"])), columns=_held(wide, shown))
@@ -560,12 +570,12 @@ def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
         page.table(pd.DataFrame(gaps), f"Differences by {attribute}")
     if frame["step"].nunique() > 1:
         page.heading("Groups over the steps")
-        _looked_at(page, frame, part, f"rows of {part!r} without noise, as above.")
+        _publishable(page, frame, part, f"samples of {part!r} without noise, as above.")
         for attribute in _attributes(frame):
             accuracies = _over_steps(frame, attribute, "accuracy")
             if accuracies:
                 page.figure(
-                    lines({f"By {attribute}": accuracies}, "step", f"accuracy on {part} rows",
+                    lines({f"By {attribute}": accuracies}, "step", f"accuracy on {part} samples",
                           share=True),
                     f"Accuracy by {attribute}",
                     f"Lines of the accuracy of each group of {attribute} over the training steps.",
@@ -574,8 +584,11 @@ def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
 
 def _impact(page: Page, ours: pd.DataFrame, plain: pd.DataFrame, part: str) -> None:
     page.heading("Cost of privacy by group")
-    _looked_at(
-        page, plain, part, f"rows of {part!r} without noise; the baseline is not private at all."
+    _publishable(
+        page,
+        plain,
+        part,
+        f"samples of {part!r} without noise, and the baseline is not private at all.",
     )
     both = [of[of["step"] == of["step"].max()] for of in (ours, plain)]
     for attribute in _attributes(ours):
@@ -602,11 +615,11 @@ def _thresholds(page: Page, frame: pd.DataFrame) -> None:
     page.heading("Thresholds")
     if of["private"].all():
         page.note(
-            "thresholds follow from the settings and noisy counts alone, once their steps are released.",
+            "thresholds follow from the settings and noisy counts only, once their steps are released.",
             "private",
         )
     else:
-        page.note("thresholds follow from counts of training rows, without noise.", "not private")
+        page.note("thresholds follow from counts of training samples without noise.", "not private")
     attribute = of["attribute"].iloc[0]
     panels = {"Clipping threshold": _over_steps(of, attribute, "threshold")}
     page.figure(
@@ -622,7 +635,7 @@ def _norms(page: Page, frame: pd.DataFrame) -> None:
         return
     page.heading("Gradients of each group")
     page.note(
-        "norms and clipped rows are those of the training rows, without noise.", "not private"
+        "norms and clipped shares are those of training samples without noise.", "not private"
     )
     for attribute in attributes:
         norms = {
@@ -631,16 +644,16 @@ def _norms(page: Page, frame: pd.DataFrame) -> None:
         }
         page.figure(
             lines({title: line for title, line in norms.items() if line}, "step",
-                  "mean norm of a row's gradient", log=True, columns=1), f"Norms by {attribute}",
+                  "mean norm of a sample's gradient", log=True, columns=1), f"Norms by {attribute}",
             f"Lines of mean gradient norms of each group of {attribute} over the steps.",
         )  # fmt: skip
         clipped = _over_steps(of, attribute, "clipped")
-        if not clipped:  # by layers, each of which has norms of its own
+        if not clipped:  # per-layer strategies keep no norms of layers
             continue
         page.figure(
-            lines({f"Rows clipped, by {attribute}": clipped}, "step", "rows above their threshold",
+            lines({f"Samples clipped, by {attribute}": clipped}, "step", "samples above their threshold",
                   share=True),
-            f"Share of rows clipped, by {attribute}",
+            f"Share of samples clipped, by {attribute}",
             f"Lines of the share of each group of {attribute} that was clipped over the steps.",
         )  # fmt: skip
 
@@ -657,7 +670,7 @@ def _over_steps(frame: pd.DataFrame, attribute: str, measure: str) -> dict[str, 
 
 
 def _attributes(frame: pd.DataFrame) -> list[str]:
-    """The user's attributes, then the classes."""
+    """Return the user's attributes, then the classes."""
     found = [name for name in dict.fromkeys(frame["attribute"]) if name not in (ALL, CLASS, LAYER)]
     return [*found, *([CLASS] if CLASS in set(frame["attribute"]) else [])]
 

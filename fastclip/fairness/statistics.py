@@ -1,4 +1,4 @@
-"""Differences between groups, and whether those between runs are more than their seeds."""
+"""Differences between groups, and tests whether differences between runs exceed those of seeds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Paired:
     """Result of a paired test.
 
     Attributes:
-        p: of no difference; 1 where no pair differs, NaN where there is none.
-        pairs: that differ, for equal ones say nothing.
-        least_p: the smallest p that so many pairs can give: 0.0625 for five.
+        p: p-value of no difference, 1 if no pair differs, NaN without pairs.
+        pairs: number of pairs that differ. Equal pairs carry no information.
+        least_p: the smallest p-value for this number of pairs, 0.0625 for five.
     """
 
     p: float
@@ -33,20 +33,20 @@ class Paired:
 def paired_wilcoxon(
     a: Sequence[float], b: Sequence[float], alternative: str = "two-sided"
 ) -> Paired:
-    """Wilcoxon's signed-rank test of a - b, exact up to 50 pairs without ties.
+    """Compute Wilcoxon's signed-rank test of a - b, exact up to 50 pairs without ties.
 
     Args:
-        a: of the same seed at the same place.
-        b: of the same seed at the same place.
+        a: values of one method, one per seed.
+        b: values of the other method, in the same order of seeds.
         alternative: "two-sided", "less" (a is smaller) or "greater".
 
     Raises:
         ArgumentError: for different numbers of values, or another alternative.
     """
     if alternative not in ALTERNATIVES:
-        raise ArgumentError(f"alternative expects one of {ALTERNATIVES}, got {alternative!r}")
+        raise ArgumentError(f"alternative expects one of {ALTERNATIVES}, got {alternative!r}.")
     if len(a) != len(b):
-        raise ArgumentError(f"paired_wilcoxon expects pairs, got {len(a)} and {len(b)} values")
+        raise ArgumentError(f"paired_wilcoxon expects pairs, got {len(a)} and {len(b)} values.")
     difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
     known = difference[np.isfinite(difference)]
     difference = known[known != 0]
@@ -59,7 +59,7 @@ def paired_wilcoxon(
 
 
 def bonferroni(p_values: Sequence[float]) -> list[float]:
-    """p values times their number, 1 at most; NaN are no tests and stay."""
+    """Return p-values times their number, at most 1. NaN values count as no test and stay NaN."""
     known = sum(not math.isnan(p) for p in p_values)
     return [p if math.isnan(p) else min(1.0, p * known) for p in p_values]
 
@@ -67,11 +67,11 @@ def bonferroni(p_values: Sequence[float]) -> list[float]:
 def bootstrap_interval(
     values: Sequence[float], level: float = 0.95, resamples: int = 9999, seed: int = 0
 ) -> tuple[float, float]:
-    """Interval of the mean: bias-corrected and accelerated bootstrap (Efron 1987).
+    """Return the bias-corrected and accelerated bootstrap interval of the mean (Efron 1987).
 
     Returns:
-        (low, high); (NaN, NaN) for fewer than two values, the smallest and the largest one where they
-        differ by rounding alone.
+        (low, high). (NaN, NaN) for fewer than two values, or for non-finite ones. The smallest and the
+        largest value if they differ only by rounding.
     """
     known = np.asarray(values, np.float64)
     if len(known) < 2 or not np.isfinite(known).all():
@@ -91,18 +91,18 @@ def bootstrap_interval(
 
 
 def gap(values: Sequence[float]) -> float:
-    """Largest difference between groups: of two, the absolute one (SoftAdaClip, section 5).
+    """Return the largest difference between groups (SoftAdaClip, section 5).
 
-    Groups without rows (NaN) do not count; NaN where fewer than two are left.
+    Groups without samples (NaN) do not count. The result is NaN if fewer than two are left.
     """
     known = [value for value in values if not math.isnan(value)]
     return max(known) - min(known) if len(known) > 1 else math.nan
 
 
 def disparity_reduction(baseline: float, ours: float) -> float:
-    """By how many percent our gap is smaller than the baseline's (SoftAdaClip, appendix B.1)."""
+    """Return by how many percent our gap is below the baseline's (SoftAdaClip, appendix B.1)."""
     if not baseline > 0:
-        raise ArgumentError(f"disparity_reduction expects a baseline above 0, got {baseline}")
+        raise ArgumentError(f"disparity_reduction expects a baseline above 0, got {baseline}.")
     return (baseline - ours) / baseline * 100
 
 
@@ -114,17 +114,20 @@ class PrivacyImpact(NamedTuple):
 
 
 def privacy_impact(private: Mapping[str, float], plain: Mapping[str, float]) -> PrivacyImpact:
-    """What privacy costs each group: accuracy with it minus accuracy without.
+    """Return the cost of privacy by group: accuracy with privacy minus accuracy without.
 
     Equality of privacy impact (Xu et al. 2020, Definition 6) is an inequality of 0.
 
     Args:
-        private: accuracy by group, of the same groups.
-        plain: accuracy by group, of the same groups.
+        private: accuracy by group with privacy.
+        plain: accuracy without privacy, of the same groups.
+
+    Raises:
+        ArgumentError: for different groups.
     """
     if set(private) != set(plain):
         raise ArgumentError(
-            f"privacy_impact expects the same groups twice, got {sorted(private)} and {sorted(plain)}"
+            f"privacy_impact expects the same groups twice, got {sorted(private)} and {sorted(plain)}."
         )
     found = {group: private[group] - plain[group] for group in private}
     return PrivacyImpact(found, gap(list(found.values())))

@@ -38,7 +38,7 @@ def event(entries: Sequence[tuple[float, float, int]]) -> dp.DpEvent:
     )
 
 
-def one_sentence(error: BaseException) -> bool:
-    """A message of fastclip: one line, no full stop inside or at its end."""
-    text = str(error)
-    return bool(text) and "\n" not in text and ". " not in text and not text.endswith(".")
+def cause_and_fix(error: BaseException) -> bool:
+    """A message of fastclip: one line of at most two sentences, then its anchor."""
+    text, _, anchor = str(error).partition(" See errors.html#")
+    return bool(text) and "\n" not in text and text.count(". ") <= 1 and " " not in anchor

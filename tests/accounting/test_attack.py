@@ -142,7 +142,7 @@ def test_truncated_draws() -> None:
     assert found.mu > strongest_attack([(2.0, 0.05, 20)], DELTA).mu
     assert found.trade_off(1e-12) <= DELTA
     assert epsilon([(2.0, cut, 20)], DELTA, "pld") > 0
-    with refused("use accountant='pld'"):
+    with refused("Use accountant='pld'"):
         strongest_attack([(2.0, cut, 20)], DELTA, accountant="rdp")
 
 

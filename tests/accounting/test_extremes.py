@@ -98,5 +98,5 @@ def test_many_steps_of_full_batches(mu: float, steps: int) -> None:
 def test_nothing_that_a_failing_computation_left_is_stated(monkeypatch: Any) -> None:
     """A NaN is no small number."""
     monkeypatch.setattr(numerical, "irfft", lambda change, length: [math.nan] * length)
-    with pytest.raises(ArgumentError, match="the prv accountant failed"):
+    with pytest.raises(ArgumentError, match="The prv accountant failed"):
         epsilon([(1.2345, 0.01, 100)], 1e-5)

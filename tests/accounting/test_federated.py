@@ -125,7 +125,7 @@ def test_an_empty_run_costs_nothing() -> None:
 
 def test_whose_people_they_are_must_be_said() -> None:
     for told in ({}, {"people": "all"}):
-        with refused("'shared' if you do not know", ArgumentError):
+        with refused("people expects 'disjoint' or 'shared'", ArgumentError):
             FederatedLedger(**told)
 
 
@@ -163,7 +163,7 @@ def test_engines_that_are_watched(tmp_path: Path) -> None:
         client.engine = copy.deepcopy(client.engine)
     assert client.engine.accountant.history == ledger.history("A")
     other = FederatedLedger(people="disjoint")
-    with refused("kept in", ArgumentError):
+    with refused("already writes to", ArgumentError):
         other.watch("A", client.engine)
     ledger.close()
     with refused("cannot be written", StepError):
@@ -202,7 +202,7 @@ def test_accountants_of_opacus() -> None:
     for _ in range(2):
         ledger.record(0, theirs.state_dict(), run="round 1")
     assert ledger.get_epsilon(DELTA, 0) == pytest.approx(theirs.get_epsilon(DELTA), rel=1e-9)
-    with refused("run= of its own", ArgumentError):
+    with refused("another run= name", ArgumentError):
         ledger.record(0, [(9.0, 0.2, 1)], run="round 1")
     assert ledger.history("0") == [(1.5, 0.2, 1)]
 
@@ -223,7 +223,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ledger.record("B", state)
     with refused("damaged", ArgumentError):
         ledger.record("B", {**engine_state(), "history": [(5.0, 0.1, 1)]})
-    with refused("no JSON", ArgumentError):
+    with refused("not valid JSON", ArgumentError):
         ledger.record("B", "{")
     with refused("expects one of the accountants", ArgumentError):
         ledger.record("B", {**engine_state(), "mechanism": "mine"})
@@ -232,11 +232,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for wrong in (None, "", True):
         with pytest.raises(ArgumentTypeError, match="client expects"):
             ledger.record(wrong, state)
-    with refused("nothing is recorded of client 'B'", ArgumentError):
+    with refused("Client 'B' has no recorded steps", ArgumentError):
         ledger.get_epsilon(DELTA, "B")
     with refused("delta", ArgumentError):
         ledger.get_epsilon(1.0)
-    with refused("being written by another", ArgumentError):
+    with refused("Another engine or process writes to", ArgumentError):
         FederatedLedger(people="disjoint", path=path)
     assert path.read_bytes() == before
     assert ledger.history() == [(1.0, 0.1, 1)]
@@ -261,7 +261,7 @@ def test_rows_and_patients_are_not_composed() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    with refused("single rows and steps that protect whole units", ArgumentError):
+    with refused("Steps that protect samples and steps that protect units", ArgumentError):
         ledger.record("B", engine.accountant.state_dict())
     assert ledger.clients == ["A"]
 

@@ -15,7 +15,7 @@ from fastclip.accounting import epsilon, history
 from fastclip.accounting.epsilon import spent
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule, StagedNoise, StepNoise
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from tests.accounting.runs import SCHEDULES, STEPS, event, one_sentence
+from tests.accounting.runs import SCHEDULES, STEPS, cause_and_fix, event
 
 DELTA = 1e-5
 # At fractional orders dp-accounting gives an upper bound where Opacus' formula is exact.
@@ -142,9 +142,9 @@ def test_epsilon_is_never_negative() -> None:
 @pytest.mark.filterwarnings("ignore:GDP accounting")
 def test_gdp_composes_constant_noise_only() -> None:
     """Opacus' own would silently charge the last entry alone."""
-    with pytest.raises(ArgumentError, match="'rdp' or 'prv'") as caught:
+    with pytest.raises(ArgumentError, match="'prv' or 'rdp'") as caught:
         epsilon([(1.0, 0.01, 50), (2.0, 0.01, 50)], DELTA, "gdp")
-    assert one_sentence(caught.value)
+    assert cause_and_fix(caught.value)
     halves = epsilon([(1.0, 0.01, 50), (1.0, 0.01, 50)], DELTA, "gdp")
     assert halves == epsilon([(1.0, 0.01, 100)], DELTA, "gdp")
 
@@ -172,4 +172,4 @@ def test_gdp_composes_constant_noise_only() -> None:
 def test_refused(call: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         call()
-    assert one_sentence(caught.value)
+    assert cause_and_fix(caught.value)

@@ -18,7 +18,7 @@ from fastclip.accounting import (
 )
 from fastclip.accounting.rdp import ORDERS, run_rdp, to_epsilon
 from fastclip.errors import ArgumentError
-from tests.accounting.runs import SCHEDULES, STEPS, event, one_sentence
+from tests.accounting.runs import SCHEDULES, STEPS, cause_and_fix, event
 
 DELTA = 1e-5
 ENTRIES = history(SCHEDULES["staged"], 1.0, 0.02, STEPS)
@@ -209,4 +209,4 @@ def test_refused(changed: dict[str, Any]) -> None:
     arguments = {"delta": DELTA, "trials": Poisson(3), "orders": WHOLE, **changed}
     with pytest.raises(ArgumentError, match=rf"{next(iter(changed))} expects") as caught:
         hpo_epsilon(ENTRIES, arguments.pop("delta"), arguments.pop("trials"), **arguments)
-    assert one_sentence(caught.value)
+    assert cause_and_fix(caught.value)

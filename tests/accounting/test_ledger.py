@@ -108,7 +108,7 @@ def test_a_history_without_names_is_added(own: list, saved: list, merged: list) 
 def test_names_that_do_not_fit_their_history_are_not_believed() -> None:
     run = walk(ledger(), 4)
     state = run.state_dict() | {"history": [(*A, 9)]}
-    with pytest.raises(ValueError, match="its digest is of other steps"):
+    with pytest.raises(ValueError, match="its digest belongs to other steps"):
         run.load_state_dict(state)
     assert run.history == [(*A, 4)]
     del state["fastclip_digest"]  # as it was saved before there was one
@@ -247,7 +247,7 @@ def test_a_damaged_history_changes_nothing(saved, way_out: str) -> None:
 @pytest.mark.filterwarnings("ignore:GDP accounting")
 def test_gdp_composes_one_mechanism_only() -> None:
     accountant = walk(ledger("gdp"), 3)
-    with refused("accountant='rdp' or 'prv'"):
+    with refused("accountant='prv' or 'rdp'"):
         accountant.load_state_dict({"history": [(*B, 2)], "mechanism": "gdp"})
     with pytest.raises(ValueError, match="constant"):
         walk(accountant, 1, B)

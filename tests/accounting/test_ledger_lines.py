@@ -10,7 +10,7 @@ import pytest
 
 from fastclip.accounting import ledger_file
 from fastclip.errors import ArgumentError
-from tests.accounting.runs import one_sentence
+from tests.accounting.runs import cause_and_fix
 
 Lines = list[bytes]
 
@@ -24,7 +24,7 @@ def written(steps: int) -> Lines:
 
 
 def steps(content: bytes) -> int:
-    return len(ledger_file.read(content, "ledger").said)
+    return len(ledger_file.read(content, "ledger").values)
 
 
 OTHER = written(6)
@@ -49,9 +49,9 @@ def test_changed_files_are_refused(change: str) -> None:
     """Though every line is one that was written."""
     lines = written(6)
     assert steps(b"".join(lines)) == 6
-    with pytest.raises(ArgumentError, match=r"^line \d of the ledger .* is damaged") as caught:
+    with pytest.raises(ArgumentError, match=r"^Line \d of the ledger .* is damaged") as caught:
         steps(b"".join(CHANGES[change](lines)))
-    assert one_sentence(caught.value)
+    assert cause_and_fix(caught.value)
 
 
 def test_a_lost_end_is_not_seen() -> None:
@@ -77,7 +77,7 @@ def test_every_torn_end() -> None:
         found = ledger_file.read(whole[:length], "ledger")
         complete = [n for n in range(1, 4) if length >= len(b"".join(lines[:n]))]
         open_ends = [n for n in (2, 3) if length == len(b"".join(lines[:n])) - 1]
-        assert len(found.said) == max([*complete, *open_ends, 1]) - 1
+        assert len(found.values) == max([*complete, *open_ends, 1]) - 1
         assert found.open == bool(open_ends)
         assert found.size <= length
         assert (found.size == length) == (
@@ -90,7 +90,7 @@ def test_a_torn_first_line() -> None:
     first = ledger_file.first_line()
     assert ledger_file.read(first[:-9], "ledger").digest == b""
     for other in (b"fastclip ledger 2 xyz", b"fast ledger", first[:-1] + b"0", b"\0" * 9):
-        with pytest.raises(ArgumentError, match="no ledger of this version"):
+        with pytest.raises(ArgumentError, match="not of this version"):
             ledger_file.read(other, "ledger")
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fastclip.accounting import NoiseLevels, compose, remaining, split
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
-from tests.accounting.runs import one_sentence
+from tests.accounting.runs import cause_and_fix
 
 COMMON = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 SIGMA = st.floats(1e-3, 1e3)
@@ -86,7 +86,7 @@ def test_without_counts_or_without_noise() -> None:
 def test_counts_that_spent_the_step(counts: float) -> None:
     with pytest.raises(StepError, match="leaves nothing") as caught:
         remaining(1.0, counts)
-    assert one_sentence(caught.value)
+    assert cause_and_fix(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_counts_that_spent_the_step(counts: float) -> None:
 def test_refused(call: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         call()
-    assert one_sentence(caught.value)
+    assert cause_and_fix(caught.value)

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from fastclip.accounting import Poisson, TruncatedNegativeBinomial
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from tests.accounting.runs import one_sentence
+from tests.accounting.runs import cause_and_fix
 
 ETAS = [-0.9, -0.5, 0.0, 0.3, 1.0, 4.0]
 GAMMAS = [0.05, 0.3, 0.9]
@@ -130,4 +130,4 @@ def test_samples_are_reproducible_or_unpredictable() -> None:
 def test_refused(call: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         call()
-    assert one_sentence(caught.value)
+    assert cause_and_fix(caught.value)

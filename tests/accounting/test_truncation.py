@@ -134,20 +134,20 @@ def test_an_upper_bound_on_the_rows() -> None:
 @pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
 @pytest.mark.filterwarnings("ignore:GDP accounting")
 def test_other_accountants_refuse(accountant: str) -> None:
-    way_out = "max_batch_size=64: use accountant='pld'"
-    with refused(way_out):
+    fix = r"max_batch_size=64\. Use accountant='pld'"
+    with refused(fix):
         epsilon([(1.0, 0.05, 3), (1.0, CUT, 5)], DELTA, accountant)
-    with refused(way_out):
+    with refused(fix):
         find_noise_multiplier(
             target_epsilon=1, target_delta=DELTA, sample_rate=CUT, steps=5, accountant=accountant
         )
-    with refused(way_out):
+    with refused(fix):
         hpo_epsilon([(1.0, CUT, 5)], DELTA, Poisson(3))
     book = keep_ledger(create_accountant(accountant))
     book.step(noise_multiplier=1.0, sample_rate=0.05)
-    with refused(way_out):
+    with refused(fix):
         book.step(noise_multiplier=1.0, sample_rate=CUT)
-    with refused(way_out):
+    with refused(fix):
         book.join({"name": [(1.0, CUT, 5)]}, book.protected)
     assert book.history == [(1.0, 0.05, 1)]
 
@@ -248,11 +248,11 @@ def test_an_engine_records_a_cut_draw() -> None:
     record = Releases(design, draws, lambda: engine.accountant)
     record(Step(1))
     assert engine.accountant.history == [(1.0, CUT, 1)]
-    with refused("after every draw", StepError):
+    with refused("after every sampled batch", StepError):
         record(Step(2))
     assert engine.accountant.history == [(1.0, CUT, 1)]
     assert engine.get_epsilon(DELTA) == epsilon([(1.0, CUT, 1)], DELTA, "pld")
-    with refused("use accountant='pld'"):
+    with refused("Use accountant='pld'"):
         engine.accountant = RDPAccountant()
     assert engine.accountant.mechanism() == "pld"
 

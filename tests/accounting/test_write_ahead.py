@@ -138,14 +138,14 @@ def test_any_flipped_bit_is_refused(tmp_path: Path) -> None:
 def test_one_writer(tmp_path: Path) -> None:
     first, second = start(), start()
     first[0].write_ahead(tmp_path / "ledger")
-    with pytest.raises(ArgumentError, match="is being written by another engine or process"):
+    with pytest.raises(ArgumentError, match="Another engine or process writes to the ledger"):
         second[0].write_ahead(tmp_path / "ledger")
     code = "import sys, fastclip; fastclip.FastPrivacyEngine().write_ahead(sys.argv[1])"
     other = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "ledger")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "is being written by another engine or process" in other.stderr
+    assert "Another engine or process writes to the ledger" in other.stderr
     first[0].accountant.log.close()
     second[0].write_ahead(tmp_path / "ledger")
 
@@ -156,10 +156,10 @@ def test_a_file_that_somebody_touches(tmp_path: Path) -> None:
     walk(run, 1)
     with (tmp_path / "ledger").open("ab") as file:
         file.write(b"more\n")
-    with pytest.raises(StepError, match="somebody else has written to it"):
+    with pytest.raises(StepError, match="another program has written to it"):
         walk(run, 1)
     (tmp_path / "ledger").unlink()
-    with pytest.raises(StepError, match="somebody has moved or deleted it"):
+    with pytest.raises(StepError, match="it was moved or deleted"):
         walk(run, 1)
     assert run[0].accountant.history == history(1)
 

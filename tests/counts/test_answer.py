@@ -80,7 +80,7 @@ def test_names() -> None:
         lambda: given.rates("right"),
         lambda: given.rate("x"),
     ):
-        with refused("this query has no"):
+        with refused("(group|measure) expects one of"):
             wrong()
     assert "noise of 3 on each" in str(given)
     assert given.as_json()["counts"] == [[80.0, 100.0]]

@@ -40,8 +40,8 @@ def test_sensitivity_in_closed_form(options: dict[str, Any], expected: float) ->
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"unit": None}, "'row' or 'unit'"),
-        ({"unit": "patient"}, "'row' or 'unit'"),
+        ({"unit": None}, "unit expects 'row'"),
+        ({"unit": "patient"}, "unit expects 'row'"),
         ({"groups": ("a", "a")}, "different names"),
         ({"measures": (1, 2)}, "all strings"),
         ({"noise_multiplier": 0}, "need noise"),

@@ -212,9 +212,9 @@ def test_overlaps_that_contradict_each_other_are_errors() -> None:
     for data, text in (
         (SAME, "was counted with the people of 'validation'"),
         (PrivateData("validation", overlap="hospital"), "Pass the same overlap"),
-        (PrivateData("test", overlap=("validation", "hospital")), "accounted apart"),
-        (PrivateData("test", overlap=("validation", "training")), "accounted apart"),
-        (PrivateData("test", overlap="somewhere"), "nothing was counted yet"),
+        (PrivateData("test", overlap=("validation", "hospital")), "separate privacy accounts"),
+        (PrivateData("test", overlap=("validation", "training")), "separate privacy accounts"),
+        (PrivateData("test", overlap="somewhere"), "has no counts yet"),
     ):
         with refused(text):
             engine.count(accuracy(data), **predictions())
@@ -421,7 +421,7 @@ def test_the_mechanism_says_what_is_taken_on_faith() -> None:
     engine.count(accuracy(APART), **predictions())
     engine.count(accuracy(PrivateData("test", overlap="training")), **predictions())
     first, second = engine.mechanism().trusted[-2:]
-    assert "'test', too, said to overlap" in first
+    assert "'test', declared to overlap" in first
     assert second.startswith("nobody of 'validation' is in the training set")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.accounting.runs import one_sentence
+from tests.accounting.runs import cause_and_fix
 from tests.distributed import world
 
 OPACUS = {
@@ -34,7 +34,7 @@ def opacus(tmp_path_factory) -> list[dict[str, Any]]:
 def test_opacus_modes(opacus: list[dict[str, Any]], case: str) -> None:
     for rank in opacus:
         assert OPACUS[case] in rank[case], rank[case]
-        assert one_sentence(ValueError(rank[case].replace("...", "")))  # of what is shortened
+        assert cause_and_fix(ValueError(rank[case].replace("...", "")))  # of what is shortened
 
 
 def test_opacus_modes_that_train(opacus: list[dict[str, Any]]) -> None:
@@ -54,4 +54,4 @@ def test_a_checkpoint_and_a_parameter_of_one_rank(tmp_path) -> None:
         assert rank["loaded by all"] == ""
         assert "a digest of the trained parameters' names" in rank["frozen"]
         assert sum(steps for *_, steps in rank["history"]) == 3
-        assert one_sentence(ValueError(rank["loaded by one"]))
+        assert cause_and_fix(ValueError(rank["loaded by one"]))

@@ -50,7 +50,7 @@ def test_rows_and_units_have_no_epsilon_in_common(before: dict, after: dict) -> 
     engine = FastPrivacyEngine()
     train(private(engine, **before))
     taken = list(engine.accountant.history)
-    with refused("an engine of its own", ArgumentError):
+    with refused("Use one FastPrivacyEngine", ArgumentError):
         private(engine, **after)
     assert engine.accountant.history == taken
 
@@ -62,7 +62,7 @@ def test_steps_that_protect_another_unit_are_refused(mode: str) -> None:
     rows, units = private(engine, grad_sample_mode=mode), private(engine, **UNITS)
     train(units)
     taken = list(engine.accountant.history)
-    with refused("an engine of its own", ArgumentError):
+    with refused("Use one FastPrivacyEngine", ArgumentError):
         train(rows)
     assert engine.accountant.history == taken
 
@@ -74,7 +74,7 @@ def test_steps_of_an_earlier_run_say_whom_they_protect(how: str, tmp_path: Path)
     made = private(earlier)
     train(made)
     later = private(engine, **UNITS)
-    with refused("an engine of its own", ArgumentError):
+    with refused("Use one FastPrivacyEngine", ArgumentError):
         if how == "checkpoint":
             earlier.save_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
             engine.load_checkpoint(path=tmp_path / "run.pt", module=later[0], optimizer=later[1])
@@ -112,10 +112,10 @@ def test_units_go_on_from_their_own_checkpoint(tmp_path: Path) -> None:
 )
 def test_a_damaged_checkpoint(saved: Any) -> None:
     state = FastPrivacyEngine().accountant.state_dict() | {"fastclip_protected": saved}
-    with refused("its digest is of other steps", ArgumentError):
+    with refused("its digest belongs to other steps", ArgumentError):
         FastPrivacyEngine().accountant.load_state_dict(state)
     del state["fastclip_digest"]
-    with refused("fastclip_protected of a saved accountant is damaged", ArgumentError):
+    with refused("fastclip_protected of the saved accountant is damaged", ArgumentError):
         FastPrivacyEngine().accountant.load_state_dict(state)
 
 

@@ -46,5 +46,6 @@ def test_fastclip_imports_none_of_them() -> None:
 @pytest.mark.parametrize("library", ["fairlearn", "matplotlib"])
 def test_which_extra_is_missing(library: str) -> None:
     assert output(WITHOUT.format(library=library)) == (
-        f"ArgumentError: fastclip.fairness needs {library}: pip install 'fastclip[fairness]'"
+        f"ArgumentError: fastclip.fairness needs {library}, which is not installed. Run "
+        "pip install 'fastclip[fairness]'. See errors.html#missing-libraries"
     )

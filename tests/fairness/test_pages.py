@@ -112,7 +112,7 @@ def test_markdown_pictures_are_files(name: str, tmp_path: Path) -> None:
 def test_pages_that_are_refused(tmp_path: Path) -> None:
     page = Page("t")
     for alt in ("", " \n"):
-        with pytest.raises(ArgumentError, match="figure expects alt, a sentence"):
+        with pytest.raises(ArgumentError, match="alt expects a description"):
             page.figure(picture(), "caption", alt)
     with pytest.raises(ArgumentError, match=r"kind expects one of .*got 'public'"):
         page.note("a", "public")

@@ -111,7 +111,7 @@ def test_a_published_page_holds_nothing_else(tmp_path: Path) -> None:
     seen.evaluate(1, losses=torch.zeros(N), **given())
     seen._note(1, "training", "sex", "male", "norm_before", 0.123456)
     fairness_report(seen, tmp_path / "page.html", publish=True)
-    assert "there are: none" in (tmp_path / "page.md").read_text()
+    assert "Evaluated parts: none" in (tmp_path / "page.md").read_text()
     seen.release(
         1, FastPrivacyEngine(), data=VALIDATION, noise_multiplier=1.0, unit="row", **given()
     )
@@ -125,7 +125,7 @@ def test_a_published_page_holds_nothing_else(tmp_path: Path) -> None:
     text = (tmp_path / "page.md").read_text()
     assert "> **Not private" not in text
     assert "0.1235" not in text
-    assert "there are" not in text
+    assert "Evaluated parts" not in text
 
 
 def test_the_page_says_that_it_may_be_published(tmp_path: Path) -> None:
@@ -135,5 +135,5 @@ def test_the_page_says_that_it_may_be_published(tmp_path: Path) -> None:
     fairness_report(seen, tmp_path / "page.html", part="released")
     text = (tmp_path / "page.md").read_text()
     assert "figures of 'released' follow from noisy counts" in text.lower().replace("\n", " ")
-    assert "without noise: publishing" not in text
+    assert "depend on samples of" not in text
     assert "accuracy_low" in text.replace("\\", "")

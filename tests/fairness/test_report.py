@@ -92,7 +92,7 @@ KINDS = {
 
 def check_kinds(sections: dict[str, str], kinds: dict[str, str]) -> None:
     """Every section but the first says one thing about publishing, the right one."""
-    assert list(sections) == ["What this page costs", *kinds]
+    assert list(sections) == ["Privacy cost of this page", *kinds]
     for heading, kind in kinds.items():
         said = [name for name, words in NOTES.items() if words + "." in sections[heading]]
         assert said == [kind], heading
@@ -114,7 +114,7 @@ def test_a_run_beside_one_without_privacy(tmp_path: Path) -> None:
     )
     check_kinds(sections, KINDS)
     frame = run().frame()
-    costs = sections["What this page costs"]
+    costs = sections["Privacy cost of this page"]
     assert f"by this run: {frame['epsilon'].max():.4g} at delta 0.001." in costs
     assert "It does not cover this page" in costs
     assert NOTES["caution"] in costs
@@ -148,15 +148,13 @@ def test_a_table_is_as_good_as_its_recorder(tmp_path: Path) -> None:
 def test_what_was_spent(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     _, sections = written(tmp_path, run(), **options)
     epsilon = run().frame()["epsilon"].max()
-    assert expected.format(epsilon=epsilon) in sections["What this page costs"]
+    assert expected.format(epsilon=epsilon) in sections["Privacy cost of this page"]
 
 
 def test_a_run_that_was_searched_for(tmp_path: Path) -> None:
     _, sections = written(tmp_path, run(), delta=1e-5, searched=TunedEpsilon(4.5, 8.0, 1.5))
-    costs = sections["What this page costs"]
-    assert (
-        "what covers the model is epsilon 4.5 at delta 1e-05 in all; one run alone has 1.5" in costs
-    )
+    costs = sections["Privacy cost of this page"]
+    assert "the model has epsilon 4.5 at delta 1e-05 in all. One run alone has 1.5" in costs
     assert NOTES["private"] in costs
     assert NOTES["caution"] not in costs
 
@@ -181,10 +179,10 @@ def test_what_was_not_recorded_is_left_out(
 ) -> None:
     found, sections = written(tmp_path, run(**options))
     check_kinds(sections, {heading: KINDS[heading] for heading in kinds})
-    costs = sections["What this page costs"]
+    costs = sections["Privacy cost of this page"]
     if "evaluate" in options:
         assert "by this run: not recorded." in costs
-        assert "Nothing was evaluated under the name 'test'; there are: none." in costs
+        assert "Nothing was evaluated under the name 'test'. Evaluated parts: none." in costs
     pictures = {"Groups over the steps": 2, "Thresholds": 1, "Gradients of each group": 2}
     expected = sum(pictures.get(heading, 0) for heading in kinds)
     assert len(found.of("img")) == expected - (options.get("strategy") == "per_layer")
@@ -197,7 +195,7 @@ def test_rows_that_trained_are_not_held_out(tmp_path: Path) -> None:
     trained = ("Groups at the end", "Groups over the steps", "Cost of privacy by group")
     check_kinds(sections, KINDS | dict.fromkeys(trained, "not private"))
     _, sections = written(tmp_path, seen)
-    assert "under the name 'test'; there are: train." in sections["What this page costs"]
+    assert "under the name 'test'. Evaluated parts: train." in sections["Privacy cost of this page"]
 
 
 def test_what_was_measured_twice_is_told_once(tmp_path: Path) -> None:
