@@ -240,8 +240,9 @@ class BareLayers:
         self.check_hooks(grad_state.check_hooks)
         if not self.are_as_they_were():
             raise GraphError(
-                "a layer's methods were replaced between the model's forward pass and the end of the "
-                "backward pass. Replace them before the forward pass, and call make_private again"
+                "A layer's methods were replaced between the model's forward pass and the end of the "
+                "backward pass. Replace them before the forward pass, and call make_private again.",
+                doc="changed-tensors",
             )
         if self.listed:
             self.settles(grad_state, found)

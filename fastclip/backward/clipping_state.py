@@ -113,7 +113,7 @@ class ClippingState:
         ):  # fmt: skip
             got = f"{ids.dtype}, {(*ids.shape,)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise ArgumentTypeError(
-                f"set_groups expects the group of each row as an int64 tensor [b], got {got}"
+                f"set_groups expects the group of each sample as an int64 tensor [b], got {got}."
             )
         groups = self.strategy.threshold.num_groups
         if groups is None:
@@ -123,7 +123,8 @@ class ClippingState:
         if ids.device.type == "cpu" and not placeholder and bool(outside.any()):
             raise ArgumentError(
                 f"set_groups expects groups from 0 to {groups - 1} (num_groups={groups}), got "
-                "values outside; rows of no group need one of their own"
+                "values outside. Give samples of no group a group of their own.",
+                doc="groups",
             )
         self._groups = ids.masked_fill(outside, -1)
 
@@ -131,7 +132,11 @@ class ClippingState:
         """The number of each part of a batch, while the groups that were set are those of the part."""
         groups = None if len(sizes) == 1 else self._groups
         if groups is not None and len(groups) != sum(sizes):
-            raise StepError(f"engine.set_groups got {len(groups)} groups for {sum(sizes)} rows")
+            raise StepError(
+                f"engine.set_groups got {len(groups)} groups for {sum(sizes)} samples. Pass the group "
+                "of every sample of this batch.",
+                doc="groups",
+            )
         parts = groups.split(sizes) if groups is not None else [self._groups] * len(sizes)
         for number, self._groups in enumerate(parts):
             yield number
@@ -148,16 +153,18 @@ class ClippingState:
         name = type(self.strategy.threshold).__name__
         if groups is None:
             raise StepError(
-                f"clipping with {name} needs the group of every row: call engine.set_groups(ids), "
-                "ids an int64 tensor [b], before each backward pass"
+                f"Clipping with {name} needs the group of every sample. Call engine.set_groups(ids), "
+                "with ids an int64 tensor [b], before each backward pass.",
+                doc="groups",
             )
         expected = samples if units is None else len(units)
         if units is not None and len(groups) * units.views == expected:  # of samples, not of views
             groups = groups.repeat_interleave(units.views)
         if len(groups) != expected:
             raise StepError(
-                f"engine.set_groups got {len(groups)} groups for a backward pass of {expected} rows; "
-                "call it with the ids of this very (physical) batch"
+                f"engine.set_groups got {len(groups)} groups for a backward pass of {expected} "
+                "samples. Call it with the groups of this physical batch.",
+                doc="groups",
             )
         groups = groups.to(device, non_blocking=True)
         return groups if units is None else groups.index_select(0, units.firsts(device))
@@ -292,8 +299,10 @@ class ClippingState:
             if (saved is None) != self.strategy.constant:
                 held = "no" if saved is None else "another strategy's"
                 say(
-                    f"the checkpoint holds {held} state of a clipping strategy: "
-                    f"{self.strategy.kind} goes on from where it is"
+                    f"The checkpoint holds {held} state of a clipping strategy, so "
+                    f"{self.strategy.kind} keeps its current state. Load the checkpoint into the "
+                    "strategy that it was saved from.",
+                    doc="checkpoints",
                 )
             return
         values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
@@ -303,14 +312,17 @@ class ClippingState:
         kind = saved.get("strategy", self.strategy.kind)
         if found != shapes or kind != self.strategy.kind:
             raise ArgumentError(
-                f"the checkpoint holds the state of {kind} with {found}, this strategy is "
-                f"{self.strategy.kind} with {shapes}; load it into the strategy it was saved from"
+                f"The checkpoint holds the state of {kind} with {found}, but this strategy is "
+                f"{self.strategy.kind} with {shapes}. Load it into the strategy that it was saved from.",
+                doc="checkpoints",
             )
         if any(not bool(((v >= SMALLEST) & (v <= LARGEST)).all()) for v in values.values()):
             raise ArgumentError(
-                f"the checkpoint's thresholds expect numbers from {SMALLEST} to {LARGEST}"
+                f"The checkpoint's thresholds are outside the range from {SMALLEST} to {LARGEST}. "
+                "Load a checkpoint that is not damaged.",
+                doc="checkpoints",
             )
-        self.step = whole("the checkpoint's step", saved.get("step", 0), 0)
+        self.step = whole("The checkpoint's step", saved.get("step", 0), 0)
         device = self.next.threshold.device
         values = {n: v.to(device, torch.float64, copy=True) for n, v in values.items()}
         self.next = Thresholds(**values)

@@ -18,13 +18,13 @@ from fastclip.core.autograd import above_private
 from fastclip.core.opacus_names import OPACUS_MARK
 from fastclip.core.torch_names import BatchNormBase, gradient_hooks, hooks_of, transformed
 from fastclip.errors import (
-    VALUES_IN_LOSSES,
     GradSampleError,
     GraphError,
     ParameterLeakError,
     StepError,
     UnsupportedLayerError,
     say,
+    where,
 )
 from fastclip.trace.findings import Report
 
@@ -36,8 +36,8 @@ from fastclip.trace.findings import Report
 
 
 _SAYS = (
-    "p.grad_sample was read, but no per-sample gradients are kept; read optimizer.per_sample_norms and "
-    "p.summed_grad, or make the model private with FastPrivacyEngine and grad_sample_mode='hooks'"
+    "p.grad_sample was read, but the fast mode keeps no per-sample gradients. Read "
+    "optimizer.per_sample_norms and p.summed_grad, or pass grad_sample_mode='hooks' to make_private."
 )
 
 
@@ -150,11 +150,9 @@ def _met(
         return
     if owner is None or p is None or not owner.is_penalty(p, gradient):
         raise ParameterLeakError(
-            f"parameter {name!r} was used where it could not be followed (a custom autograd function, "
-            "a scripted function, a value that the model returns), so its gradient would be unclipped; "
-            "use torch's own functions in the model's forward, write the layer's rule with "
-            "@fastclip.rules.register_rule, or freeze the parameter; a penalty without data must be in "
-            f"the loss from the first step on, in one form; {VALUES_IN_LOSSES}"
+            f"Parameter {name!r} is used where fastclip cannot follow it, such as a custom autograd "
+            "function or the loss, so its gradient would not be clipped. Use torch's functions in the "
+            "model's forward, register a rule for the layer, or freeze the parameter."
         )
     owner.penalties.take(p, grad_state)
 
@@ -169,9 +167,10 @@ def _check_gradient(name: str, grad_state: ref[Any], gradient: Tensor | None) ->
     owner = grad_state()
     if gradient is not None and owner is not None and owner.running:
         raise ParameterLeakError(
-            f"parameter {name!r} is trainable, but not in the private optimizer, so its gradient would "
-            "be neither clipped nor noised; freeze it (requires_grad_(False)), or give it to the "
-            "optimizer before make_private"
+            f"Parameter {name!r} is trainable but not in the private optimizer, so its gradient would "
+            "get neither clipping nor noise. Freeze it with requires_grad_(False), or pass it to the "
+            "optimizer before make_private.",
+            doc="optimizers",
         )
 
 
@@ -189,15 +188,15 @@ def say_untrained(others: Mapping[nn.Parameter, str]) -> None:
     """Warn of trainable parameters that nobody will train."""
     names = [name for p, name in others.items() if p.requires_grad]
     if names:
-        say(untrained(names))
+        say(untrained(names), doc="optimizers")
 
 
 def untrained(names: Sequence[str]) -> str:
     """What is said of trainable parameters that the private optimizer does not have."""
     return (
-        f"{len(names)} trainable parameters are not in the private optimizer ({names[0]}, ...): they "
-        "are not trained, whatever other optimizer holds them; freeze them (requires_grad_(False)), "
-        "which saves their backward pass, or give all to one optimizer"
+        f"{len(names)} trainable parameters ({names[0]}, ...) are not in the private optimizer, so no "
+        "optimizer trains them. Freeze them with requires_grad_(False), or pass all parameters to one "
+        "optimizer before make_private."
     )
 
 
@@ -209,10 +208,10 @@ def check_plain() -> None:
     """
     if transformed() or torch.jit.is_tracing():
         raise GraphError(
-            "the private model runs inside torch.func (grad, vjp, jvp, vmap) or a trace "
-            "(torch.jit.trace, torch.onnx.export), where its samples cannot be followed: run it under "
-            "torch.no_grad(), or give these a copy that is not private (copied = copy.deepcopy(model); "
-            "copied.cleanup(); fastclip.unwrap(copied))"
+            "The private model runs inside torch.func (grad, vmap) or a trace (torch.jit.trace, "
+            "torch.onnx.export), where its samples cannot be followed. Run it under torch.no_grad(), or "
+            "call cleanup() on a deep copy and pass fastclip.unwrap(copy).",
+            doc="untracked-use",
         )
 
 
@@ -231,10 +230,10 @@ def check_hooks(names: Mapping[nn.Parameter, str], parameters: Collection[nn.Par
         for hook in gradient_hooks(parameter):
             if getattr(hook, "func", None) not in _OWN and parameter.requires_grad:
                 raise UnsupportedLayerError(
-                    f"parameter {names[parameter]!r} has a hook on its gradient (register_hook or "
-                    "register_post_accumulate_grad_hook), which would not run: its per-sample "
-                    "gradients are clipped without one; remove the hook, and do its work on the "
-                    "parameter after optimizer.step(), or in the forward pass"
+                    f"Parameter {names[parameter]!r} has a hook on its gradient (register_hook or "
+                    "register_post_accumulate_grad_hook), which would not run. Remove the hook, and "
+                    "change the parameter after optimizer.step() instead.",
+                    doc="untracked-use",
                 )
 
 
@@ -248,9 +247,10 @@ def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
     if thawed:
         more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""
         raise StepError(
-            f"parameters {thawed[:3]}{more} have become trainable since make_private, which does not "
-            "clip them; call make_private again after unfreezing, or, to unfreeze gradually, let all be "
-            "trainable at make_private, freeze them before the first step, and unfreeze them later"
+            f"Parameters {thawed[:3]}{more} became trainable after make_private, so their gradients "
+            "would not be clipped. Call make_private again after unfreezing, or freeze them between "
+            "make_private and the first step.",
+            doc="changed-model",
         )
 
 
@@ -264,9 +264,10 @@ def check_alone(names: Mapping[nn.Parameter, str]) -> None:
         kept = own.get("grad_sample")
         if OPACUS_MARK in own or not (kept is None or kept is NOT_KEPT):
             raise StepError(
-                f"parameter {name!r} was made private by another engine (Opacus') while this one "
-                "still clips it, so that every sample would be released twice; call cleanup() on what "
-                "one of the two make_private calls returned before the other trains"
+                f"Parameter {name!r} was made private by a second engine (Opacus'), so every sample "
+                "would be released twice. Call cleanup() on the model that one of the two make_private "
+                "calls returned.",
+                doc="wrapped-model",
             )
 
 
@@ -312,16 +313,14 @@ class NonFiniteMonitor:
     def _warn(self) -> None:
         self._warned = True
         say(
-            "a sample's gradient is not finite (NaN or inf); it contributes exactly zero and "
-            "training goes on. This warning is given once; it is not private"
+            "A sample's gradient is not finite (NaN or inf), so it contributes exactly zero. Set "
+            "optimizer.warn_of_non_finite = False to omit this warning, which is not private.",
+            doc="non-finite-samples",
         )
 
 
 # -------------------------------------------------------------------------------------------------
 # BatchNorm couples the samples of a batch: refused at first, and whenever it would train again.
-
-
-WAY_OUT = "FastPrivacyEngine.get_compatible_module(model) replaces it"
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -333,9 +332,10 @@ def check_batch_norm(path: str, module: nn.Module) -> None:
     """Refuse a BatchNorm that is trained, or that uses the statistics of the batch."""
     if is_batch_norm(module) and (module.training or trained(module)):
         raise UnsupportedLayerError(
-            f"{path or 'the model'} ({type(module).__name__}): BatchNorm makes each sample's output "
-            f"depend on the rest of its batch, so no per-sample gradient exists; {WAY_OUT} by "
-            "GroupNorm" + ("" if trained(module) else ", or .eval() freezes its statistics")
+            f"{where(path, module)}: BatchNorm makes each sample's output depend on the other samples "
+            "of the batch. Replace it by GroupNorm with engine.get_compatible_module(model)"
+            + ("." if trained(module) else ", or freeze its statistics with .eval()."),
+            doc="coupled-samples",
         )
 
 
@@ -380,7 +380,7 @@ def trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError:
     report.outside.append((f"{list(x.shape)}", line))
     kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
     return ParameterLeakError(
-        f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
-        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
-        "before make_private, or detach it."
+        f"A {kind} of shape {list(x.shape)} outside the private model is trained at {line}, and its "
+        "gradient gets neither clipping nor noise. Make it a parameter of the model before "
+        "make_private, or detach it."
     )

@@ -69,8 +69,8 @@ class PrivateLayer(Function):
             call.handle.bypass = False
         if type(operands) is not tuple or not _are_tensors(operands):
             raise TypeError(
-                f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
-                f"but these are {_kinds(operands)}"
+                f"{type(rule).__name__}.forward must return the output and a tuple of tensors to save, "
+                f"got {_kinds(operands)}."
             )
         ctx.set_materialize_grads(False)
         save(ctx, *operands)
@@ -208,13 +208,16 @@ class LayerBackward(Contribution):
             return x.shape[batch_axis.axis]
         if batch is None:
             raise GraphError(
-                f"{where(self.path, self._call.module)}: the model gives it several rows a sample, and "
-                "how many samples there are is not known in this call, of which no input has any; call "
-                "it by the model or one of its methods, with an input of one row a sample"
+                f"{where(self.path, self._call.module)} gets several entries per sample, and no input "
+                "of this call shows the number of samples. Call it through the model or one of its "
+                "methods, with an input that has one entry per sample.",
+                doc="batch-axis",
             )
         if not batch_axis.fits(x, batch):
             raise GraphError(
-                f"{self.path}: a tensor of shape {list(x.shape)} cannot hold {batch} samples"
+                f"{where(self.path)}: a tensor of shape {list(x.shape)} cannot hold {batch} samples. "
+                "Pass the layer all samples of the batch.",
+                doc="batch-axis",
             )
         return batch
 

@@ -54,33 +54,30 @@ class Refusal(Enum):
     """What a training loop is told."""
 
     RETIRED = (
-        "the model of this optimizer is not private any more (it was made private again, or cleaned "
-        "up), so its gradients are not clipped for this optimizer; use the optimizer that the last "
-        "make_private returned"
+        "The model of this optimizer was made private again or cleaned up, so its gradients are not "
+        "clipped for this optimizer. Use the optimizer that the last make_private returned."
     )
     BROKEN = (
-        "the last backward pass or step failed halfway through its sums, or was interrupted; call "
-        "optimizer.zero_grad() and run the logical batch again"
+        "The last backward pass or step failed or was interrupted, so its sums are incomplete. Call "
+        "optimizer.zero_grad(), and run the logical batch again."
     )
     SECOND_PASS = (
-        "Poisson sampling is not compatible with grad accumulation: this is the second "
-        "backward pass of one physical batch, which would let a sample contribute twice. "
-        "Call optimizer.step() after every forward/backward pass, or add the losses of one batch, "
-        "and call backward() once; use BatchMemoryManager for large batches, and wrap passes that must "
-        "not train in engine.paused()"
+        "Poisson sampling is not compatible with grad accumulation: a second backward pass of one "
+        "physical batch would let a sample contribute twice. Call optimizer.step() after each backward "
+        "pass, and use BatchMemoryManager for large batches."
     )
     UNCLEARED = (
-        "Gradients haven't been cleared since the last optimizer step. In order to obtain "
-        "privacy guarantees you must call optimizer.zero_grad() on each step"
+        "Gradients haven't been cleared since the last optimizer step, so the privacy guarantee would "
+        "not hold. Call optimizer.zero_grad() on each step."
     )
     NO_PASS = (
-        "Per sample gradient is not initialized: step() came without a backward pass of "
-        "the private model; call loss.backward() first, also for an empty batch"
+        "Per sample gradient is not initialized: step() was called without a backward pass of the "
+        "private model. Call loss.backward() first, also for an empty batch."
     )
     SPLIT = (
-        "zero_grad() came between backward() and step() of a split batch: summed_grad "
-        "already holds this physical batch together with the earlier ones. Call "
-        "optimizer.step() first, or optimizer.discard_logical_batch() to give it all up"
+        "zero_grad() was called between backward() and step() of a split batch, whose sums already "
+        "include this physical batch. Call optimizer.step() first, or "
+        "optimizer.discard_logical_batch() to drop the whole batch."
     )
 
 
@@ -202,7 +199,8 @@ class LogicalBatch:
         """
         outcome = TABLE[self.state][event]
         if isinstance(outcome, Refusal):
-            raise StepError(outcome.value)
+            retired = outcome is Refusal.RETIRED
+            raise StepError(outcome.value, doc="optimizers" if retired else None)
         return outcome
 
     @contextmanager
@@ -278,23 +276,24 @@ class LogicalBatch:
         samples = frozenset() if self.draws is None else self.draws.in_hand
         return frozenset(n * self.views for n in samples)
 
-    def _samples(self, rows: int) -> int:
-        """Of how many samples so many samples are the views.
+    def _samples(self, entries: int) -> int:
+        """The number of samples of which so many entries of the model's batch are the views.
 
         Raises:
-            BatchSizeError: of no whole number.
+            BatchSizeError: it is not a whole number.
         """
-        samples, rest = divmod(rows, self.views)
+        samples, rest = divmod(entries, self.views)
         if rest:
             raise BatchSizeError(
-                f"views={self.views} expects {self.views} rows for each sample in this backward pass, "
-                f"got {samples} rows, which is no multiple. Give the model every view of every sample, "
-                f"as x.repeat_interleave({self.views}, 0) lays them out"
+                f"views={self.views} expects {self.views} entries per sample in this backward pass, "
+                f"got {entries} entries. Give the model every view of every sample, in the order of "
+                f"x.repeat_interleave({self.views}, 0).",
+                doc="privacy-units",
             )
         return samples
 
-    def unit_samples(self, rows: int) -> UnitSamples | None:
-        """Which of the `samples` samples of the pass that begins are clipped as one; None: each alone.
+    def unit_samples(self, entries: int) -> UnitSamples | None:
+        """Which of the `entries` of the pass that begins are clipped as one; None: each by itself.
 
         Raises:
             StepError, BatchSizeError: they are not the samples that the data loader drew of those units.
@@ -302,13 +301,14 @@ class LogicalBatch:
         units, self.next_units, self._begun = self.next_units, None, None
         if self._fills:
             return units
-        samples = self._samples(rows)
+        samples = self._samples(entries)
         if units is None and self.draws is not None:
             self._begun, units = self.draws.units_of(samples, self.views)
         if units is not None and len(units) != samples:
             raise BatchSizeError(
-                f"the units of {len(units)} rows are known, but the backward pass holds {samples}: the "
-                "model must see every row of the batch that the data loader handed out, in its order"
+                f"The backward pass holds {samples} samples, but the units of {len(units)} samples are "
+                "known. Give the model every sample of the loader's batch, in its order.",
+                doc="privacy-units",
             )
         return units if units is None or self.views == 1 else units.of_views(self.views)
 
@@ -320,8 +320,9 @@ class LogicalBatch:
         """
         if self.next_units is not None or (self.draws is not None and self.draws.by_units):
             raise StepError(
-                "rows are clipped by units (unit_ids), but Opacus' modes clip every row alone, which "
-                "protects rows only; use the fast mode (omit grad_sample_mode)"
+                "unit_ids asks for clipping by units, but Opacus' modes clip and protect single samples "
+                "only. Omit grad_sample_mode to use the fast mode.",
+                doc="privacy-units",
             )
 
     def end_pass(self, samples: int, calls: int) -> None:

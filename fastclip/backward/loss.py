@@ -96,7 +96,7 @@ def is_output(loss: Tensor, outputs: Collection[int]) -> bool:
 
 _MEAN = 1
 _IGNORED = (
-    "Your loss is a mean over the labels that count, and this batch has ignored ones, so samples are "
+    "Your loss is a mean over all labels that count, and this batch has ignored labels, so samples are "
     "not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
 )
 
@@ -147,7 +147,7 @@ class LossGuard:
             if count.device.type != "cpu":
                 norm_sq = norm_sq.masked_fill(broken.to(norm_sq.device), torch.nan)
             elif bool(broken):
-                raise GraphError(_IGNORED)
+                raise GraphError(_IGNORED, doc="coupled-loss")
         return norm_sq
 
 
@@ -167,7 +167,7 @@ class LossGuard:
 _running: dict[int, float] = {}
 """The scale of each backward pass under way, by its id."""
 
-_WAY_OUT = "add the losses, and scale the sum once: scaler.scale(a + b).backward()"
+_FIX = "Add the losses, and scale the sum once: scaler.scale(a + b).backward()."
 
 
 class ScaledLoss(Function):
@@ -205,8 +205,9 @@ def running_scale() -> float:
         unscaled, _ = reached_without(roots.nodes, is_scaled)
         if current_node() in unscaled:
             raise GraphError(
-                f"a part of the loss reached the private model without the scale {scale} of the rest, "
-                f"so its gradients have no one unit: {_WAY_OUT}"
+                f"A part of the loss reached the private model without the scale {scale} of the rest, "
+                f"so clipping would be wrong. {_FIX}",
+                doc="mixed-precision",
             )
     return scale
 
@@ -217,8 +218,9 @@ def _set_scale(scale: float) -> None:
         at_end_of_pass(partial(_forget, task))
     if _running.setdefault(task, scale) != scale:
         raise GraphError(
-            f"one backward pass holds losses of the scales {_running.pop(task)} and {scale}, so its "
-            f"gradients have no one unit: {_WAY_OUT}"
+            f"One backward pass holds losses of the scales {_running.pop(task)} and {scale}, so "
+            f"clipping would be wrong. {_FIX}",
+            doc="mixed-precision",
         )
 
 
@@ -229,8 +231,8 @@ def _check_scaled_once(node: Node) -> None:
     _, outermost = reached_without(roots.nodes, is_scaled)
     if node not in outermost:
         raise GraphError(
-            "a loss that is scaled already is part of one that was scaled again, so its gradients "
-            f"have no one unit: {_WAY_OUT}"
+            f"A scaled loss is part of a loss that was scaled again, so clipping would be wrong. {_FIX}",
+            doc="mixed-precision",
         )
 
 
@@ -247,12 +249,8 @@ def _forget(task: int) -> None:
 # They are no parameters of the model, so no hook of ours is on them; the graph of the loss tells.
 
 
-OUTSIDE = (
-    "make one module of it and the model and give that to make_private, freeze it "
-    "(requires_grad_(False)), detach what is computed of it, or give its own loss its own backward(); "
-    "where this loss trains only that (a GAN's generator, through its discriminator), wrap the whole "
-    "pass in `with engine.paused():`"
-)
+OUTSIDE = "Make one module of it and the model before make_private, or detach it."
+"""The usual fix. A pass that trains only that, such as a GAN's generator, belongs in engine.paused()."""
 
 
 class Outside:
@@ -294,7 +292,7 @@ class Outside:
                 continue
             if _is_trained(leaf, forward.batch_size) and takes_part(node):
                 kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
-                what = f"a {kind} of shape {list(leaf.shape)}"
+                what = f"A {kind} of shape {list(leaf.shape)}"
                 refuse = partial(_refuse, what, current_task())
                 refuse(leaf.grad)  # what lies between the model and the loss has had its turn
                 self._handles.append(leaf.register_hook(refuse))
@@ -303,8 +301,8 @@ class Outside:
 def _refuse(what: str, task: int, gradient: Tensor | None) -> None:
     if gradient is not None and current_task() == task:  # else the pass has failed long ago
         raise ParameterLeakError(
-            f"{what} outside the private model is trained by this loss, on a gradient that is neither "
-            f"clipped nor noised: {OUTSIDE}"
+            f"{what} outside the private model is trained by this loss, and its gradient gets neither "
+            f"clipping nor noise. {OUTSIDE}"
         )
 
 
@@ -333,17 +331,16 @@ _SAME = (
 _DIVIDES_BY_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.NLLLoss2d)
 
 _COUPLED = (
-    "divides by the weights of the batch, so each sample's gradient depends on the others and the "
-    "guarantee does not hold; use fastclip.losses.per_sample_cross_entropy(..., weight=...).mean()"
+    "divides by the class weights of the whole batch, so samples are not independent. Use "
+    "fastclip.losses.per_sample_cross_entropy(..., weight=...).mean()."
 )
 
 
 def _contradiction(what: str, found: str, expected: str) -> str:
     return (
-        f"{what} is a {found} over the batch, but loss_reduction={expected!r}: every contribution "
-        f"{'grows' if expected == 'mean' else 'shrinks'} with the number of rows drawn, which is "
-        "data, so that one row moves their sum by up to 2 C where the noise is for C, and the "
-        f"guarantee does not hold; pass loss_reduction={found!r}, or take the {expected}"
+        f"{what} is a {found} over the batch, but loss_reduction={expected!r}, so each contribution "
+        "depends on the batch size and the privacy guarantee does not hold. Pass "
+        f"loss_reduction={found!r}, or take the {expected} of the samples' losses."
     )
 
 
@@ -364,19 +361,23 @@ def check_criterion(criterion: Any, loss_reduction: str, model: nn.Module) -> No
         if own:
             raise ArgumentError(
                 f"criterion {type(criterion).__name__} trains parameters of its own ({', '.join(own)}), "
-                f"on gradients that are neither clipped nor noised: {OUTSIDE}"
+                f"and their gradients get neither clipping nor noise. {OUTSIDE}",
+                doc="untracked-use",
             )
     reduction = _reduction(criterion)
     name = getattr(criterion, "__name__", type(criterion).__name__)
     if reduction == "none":
         raise ArgumentError(
-            f"criterion {name} has reduction='none', but loss_reduction={loss_reduction!r} speaks of "
-            f"a {loss_reduction} over the batch: pass one with reduction={loss_reduction!r}, or omit "
-            f"criterion and call .{loss_reduction}() on its losses"
+            f"criterion expects reduction={loss_reduction!r} as in loss_reduction, got {name} with "
+            f"reduction='none'. Change its reduction, or omit criterion and call .{loss_reduction}() on "
+            "its losses.",
+            doc="coupled-loss",
         )
     found = _OF_ROWS.get(reduction or "")
     if found is not None and found != loss_reduction:
-        raise ArgumentError(_contradiction(f"criterion {name}", found, loss_reduction))
+        raise ArgumentError(
+            _contradiction(f"criterion {name}", found, loss_reduction), doc="coupled-loss"
+        )
 
 
 def check_coupling(criterion: Any) -> None:
@@ -388,7 +389,9 @@ def check_coupling(criterion: Any) -> None:
     weighted = isinstance(criterion, _DIVIDES_BY_WEIGHTS) and criterion.weight is not None
     if weighted and criterion.reduction == "mean":
         name = type(criterion).__name__
-        raise ArgumentError(f"criterion {name}(weight=...) with a mean {_COUPLED}")
+        raise ArgumentError(
+            f"criterion {name}(weight=...) with a mean {_COUPLED}", doc="coupled-loss"
+        )
 
 
 def _reduction(criterion: Any) -> str | None:
@@ -455,9 +458,9 @@ def check_begun() -> None:
     """
     if backward_calls.none_runs:
         raise GraphError(
-            "the backward pass was not begun by torch.autograd.backward as it is while a private model "
-            "lives, so its loss cannot be checked: call loss.backward(), or torch.autograd.backward by "
-            "that name, instead of a function imported from there or replaced since"
+            "The backward pass was not started by torch.autograd.backward, so its loss cannot be "
+            "checked. Call loss.backward() instead of an imported or replaced torch.autograd.backward.",
+            doc="coupled-loss",
         )
 
 
@@ -470,8 +473,10 @@ def check_loss(loss: SeenLoss | None, loss_reduction: str, batch_size: int) -> N
     if loss is None or batch_size < 2:
         return
     if loss.reduction != loss_reduction:
-        raise GraphError(_contradiction(f"the loss ({loss.name})", loss.reduction, loss_reduction))
+        what = f"The loss ({loss.name})"
+        raise GraphError(_contradiction(what, loss.reduction, loss_reduction), doc="coupled-loss")
     if loss.weighted:
         raise GraphError(
-            f"the loss ({loss.name} with weights of the classes) is a mean that {_COUPLED}"
+            f"The loss ({loss.name} with class weights) is a mean that {_COUPLED}",
+            doc="coupled-loss",
         )

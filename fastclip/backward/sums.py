@@ -97,8 +97,9 @@ class ClippedSums(SumsOfOne):
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
         if clipped.shape != parameter.shape and clipped.numel() != parameter.numel():
             raise GraphError(
-                f"a rule recorded gradients of size {clipped.numel()} for a parameter of shape "
-                f"{list(parameter.shape)}; a record holds [b, *parameter shape]"
+                f"A rule recorded gradients of size {clipped.numel()} for a parameter of shape "
+                f"{list(parameter.shape)}. Record gradients of shape [b, *parameter.shape].",
+                doc="layer-rule",
             )
         total = self.take(parameter)
         if total is None:
@@ -147,9 +148,9 @@ class ClippedSums(SumsOfOne):
 def changed(what: str) -> StepError:
     """Sums were changed by somebody else."""
     return StepError(
-        f"p.summed_grad of {what} was set or changed since its samples were clipped and summed: it is "
-        "there to be read; change p.grad after the noise (optimizer.pre_step() or a step hook), and "
-        "call optimizer.zero_grad() now"
+        f"p.summed_grad of {what} was changed after its samples were clipped and summed. Call "
+        "optimizer.zero_grad(), and change p.grad after the noise instead (optimizer.pre_step()).",
+        doc="changed-tensors",
     )
 
 

@@ -646,10 +646,11 @@ class StepTrace:
         found = next((name for name, d in _DEGREES.items() if d == degree), None)
         kind = f"a {found} over the batch" if found else "neither a sum nor a mean over the batch"
         expected = "mean" if mean else "sum"
-        way_out = f"Pass loss_reduction={found!r}, or take" if found else "Take"
+        fix = f"Pass loss_reduction={found!r}, or take" if found else "Take"
         raise GraphError(
-            f"Your loss is {kind}, but loss_reduction={expected!r}: each sample's contribution "
-            f"depends on the batch size. {way_out} the {expected} of the samples' losses."
+            f"Your loss is {kind}, but loss_reduction={expected!r}, so each contribution depends on the "
+            f"batch size. {fix} the {expected} of the samples' losses.",
+            doc="coupled-loss",
         )
 
     def again(self, begins: bool) -> bool:

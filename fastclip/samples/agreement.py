@@ -137,8 +137,9 @@ class _Given:
         for x, one, other in zip(asked, given, again, strict=True):
             if one is not None and other is not None and not close(one, other, VALUES):
                 raise UnsupportedLayerError(
-                    f"{where(called(x.name))}: the backward pass draws random numbers, so that samples' "
-                    "gradients differ from pass to pass. Draw them in the forward pass"
+                    f"{where(called(x.name))}: the backward pass draws random numbers, so per-sample "
+                    "gradients differ between passes. Draw the numbers in the forward pass.",
+                    doc="random-numbers",
                 )
         return given
 
@@ -360,16 +361,17 @@ def _hold(runs: _Batches, choice: int) -> None:
         if not base.elsewhere:
             raise
         raise BatchSizeError(
-            f"{error}. If only the random numbers differ, draw with torch's own functions, or switch an "
-            "augmentation of the model's off"
+            f"{error}. If only random numbers differ, draw them with torch's functions.",
+            doc="random-numbers",
         ) from None
 
 
 def _spreads() -> BatchSizeError:
     return BatchSizeError(
-        "a sample that is NaN or infinite changes what other samples give (0 * NaN is NaN). Compute "
-        "every row from itself alone (selected by numbers, or with torch.where), or begin the model's "
-        "forward with x = x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3), if it is exact for such numbers"
+        "A NaN or infinite sample changes the results of other samples, because 0 * NaN is NaN. Compute "
+        "each sample independently, or begin the model's forward with "
+        "x = x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3).",
+        doc="non-finite-samples",
     )
 
 

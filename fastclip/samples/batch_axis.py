@@ -136,9 +136,9 @@ def check_rows(running: Iterable[Any], layouts: Mapping[str, Any], path: Hashabl
     blind = [call.name for call in running if call.drives and not layouts[call.name].drives]
     if blind and path is not None:
         raise GraphError(
-            f"{called(path)} is reached inside {blind[-1]}, which was called without tensors, so it "
-            "cannot be told which rows are whose there; give the method the batch as an argument, or "
-            "compute the loss from what the model's forward returns"
+            f"{called(path)} is reached inside {blind[-1]}, which was called without tensors, so its "
+            "samples cannot be identified. Pass the batch to the method as an argument.",
+            doc="batch-axis",
         )
 
 

@@ -85,8 +85,8 @@ class Forward:
         batch_axis = None if rest else layout.folds.find(name, each, self.lengths or ())
         if batch_axis is None:
             raise BatchSizeError(
-                f"{label} runs {calls} times for {batch} samples, which is no order of their turns that "
-                "is known, so whose each call is cannot be told. Compute every sample in the same way."
+                f"{label} runs {calls} times for {batch} samples, so fastclip cannot identify the "
+                "sample of each call. Compute all samples in the same way."
             )
         return number // batch_axis.inner % batch
 
@@ -350,9 +350,10 @@ class Calls:
         wrong = {name for name, _ in before - layout.facts()} & forward.reached
         if wrong:
             raise GraphError(
-                f"{sorted(map(called_by, wrong))}: other rows of this batch show that samples lie "
-                "elsewhere there than in all calls before, and they have run in this forward pass; "
-                "call the model on this batch again, which is known now"
+                f"{sorted(map(called_by, wrong))}: this batch shows that the samples lie elsewhere "
+                "there than in earlier calls, and these layers have run. Call the model on this batch "
+                "again.",
+                doc="batch-axis",
             )
         called.noticing.enter_context(self.intercepted(layout.proxied))
 
@@ -367,8 +368,9 @@ class Calls:
         if new:
             layout.known = False  # the next call is looked at, too
             raise StepError(
-                f"parameters {new} have come into the model since make_private, so they would not be "
-                "trained; call make_private again"
+                f"Parameters {new} were added to the model after make_private, so they would not be "
+                "trained. Call make_private again.",
+                doc="changed-model",
             )
 
     def compare(self, called: Entered, mixes: object | None) -> None:
@@ -470,11 +472,9 @@ _FEW = 4
 
 
 _FEW_SHARED = (
-    "two forward passes under one loss have few rows in common, and row i of each is taken for what one "
-    "sample has given: two views of it, or two parts of what the data loader drew for it. If one takes "
-    "rows of another source (a public data set, a replay buffer), one row less moves every pair behind "
-    "it, and a sample changes the sum by many times max_grad_norm: let the data set that is drawn from "
-    "return both rows of a pair"
+    "Two forward passes under one loss have few samples in common, and fastclip clips entry i of both "
+    "as one sample. If their sources differ (a replay buffer), let the data set return both entries of "
+    "each pair."
 )
 
 
@@ -510,10 +510,10 @@ class SampleOrders:
             for other, before in seen[:number]:
                 if kind == other and (_moved(before, samples) or _moved(samples, before)):
                     raise GraphError(
-                        "two forward passes under one loss hold the same samples in other rows "
-                        "(such as model(x) and model(x[order])), so that a sample would contribute "
-                        "up to twice what it is clipped to; each row of all forward passes under "
-                        "one loss must be computed from one sample"
+                        "Two forward passes under one loss hold the same samples at different "
+                        "positions, such as model(x) and model(x[order]), so a sample could contribute "
+                        "up to 2 C. Keep one order of the samples in all forward passes.",
+                        doc="data-order",
                     )
                 if (
                     kind == other
@@ -521,7 +521,7 @@ class SampleOrders:
                     and 2 * len({*before} & {*samples}) < len({*samples})
                 ):
                     self._told = True
-                    say(_FEW_SHARED)
+                    say(_FEW_SHARED, doc="data-order")
         self._left -= len(seen) > 1
         for forward in forwards:
             forward.inputs = None

@@ -272,8 +272,8 @@ _DEEPEST = 4
 INPUT = "input "
 """With its number: what an input of the model is called."""
 NESTED = (
-    "expected a dense tensor, got a nested one, whose samples have no axis; pad them "
-    "(torch.nested.to_padded_tensor) and use a mask, or pack them (torch.nn.utils.rnn.pack_sequence)"
+    "expected a dense tensor, got a nested tensor, whose samples have no axis. Pad it with "
+    "torch.nested.to_padded_tensor and use a mask."
 )
 
 
@@ -604,10 +604,9 @@ def check_drawn(
         for kind, length in _held(value, value is args):
             if length in numbers:
                 raise BatchSizeError(
-                    f"{name}: the data loader drew {length} rows, as many as this {kind} has entries; "
-                    f"but the model computes by {samples} rows of the tensors in it, which would be "
-                    "clipped as samples; pad and stack the entries to one tensor with a row for each "
-                    "row that was drawn, or let the model compute each entry by itself"
+                    f"{name}: the data loader drew {length} samples, the number of entries of this "
+                    f"{kind}, but the {samples} rows of its tensors would be clipped as samples. Pad "
+                    "and stack the entries to one tensor with one row per sample."
                 )
     return samples
 
@@ -615,9 +614,9 @@ def check_drawn(
 def unclear(entries: int, samples: int) -> BatchSizeError:
     """The refusal of a list whose entries may be samples, as may the samples of the tensors in it."""
     return BatchSizeError(
-        f"the model's input is a list of {entries} entries whose tensors have {samples} rows, and it "
-        "runs with fewer of either, so which of them are samples cannot be told; stack (pad) the "
-        "entries to one tensor with its samples along the batch axis, or pass each as an argument"
+        f"The model's input is a list of {entries} entries whose tensors have {samples} rows, and "
+        "either may be the samples. Pad and stack the entries to one tensor with the samples along the "
+        "batch axis, or pass each entry as an argument."
     )
 
 
@@ -630,8 +629,8 @@ def tells(outputs: list[Any]) -> bool:
 def in_lists(error: BatchSizeError) -> BatchSizeError:
     """The same refusal, of a model whose samples come in lists of tensors alone."""
     return BatchSizeError(
-        f"{error} (the samples are the entries of a list, which may be of unlike lengths: pad and stack "
-        "them to one tensor with a row for each sample, or pool each entry by itself)"
+        f"{error}. If the samples are the entries of a list, pad and stack them to one tensor with one "
+        "row per sample."
     )
 
 
@@ -643,8 +642,8 @@ def has_time_first(model: nn.Module) -> bool:
 def time_first(error: BatchSizeError) -> BatchSizeError:
     """The same refusal, of a model some of whose layers take their samples along axis 1."""
     return BatchSizeError(
-        f"{error}; if its samples lie along axis 1 of its inputs ([t, b, ...], as nn.LSTM and "
-        "nn.MultiheadAttention take them by default), pass batch_first=False to make_private"
+        f"{error}. If the samples lie along axis 1 of the inputs, [t, b, ...], pass batch_first=False "
+        "to make_private."
     )
 
 

@@ -142,10 +142,10 @@ def _version(value: Any) -> int | None:
 def _changed(number: int, value: Any) -> BatchSizeError:
     shape = f", of shape {list(value.shape)}," if hasattr(value, "shape") else ""
     return BatchSizeError(
-        f"{INPUT}{number}{shape} has no row for each sample, and is not what it was in an earlier call: "
-        "it may hold numbers of the batch, on which the gradient of every row would depend (what "
-        "earlier steps have released of them is not private either); pass one row for each sample, or, "
-        "if it says nothing of samples, make it a buffer or an attribute of the model"
+        f"{INPUT.capitalize()}{number}{shape} has no row per sample, and its values changed since an "
+        "earlier call, so they may depend on other samples. Pass one row per sample, or make it a "
+        "buffer of the model if it holds no data.",
+        doc="coupled-samples",
     )
 
 
@@ -214,10 +214,9 @@ class Folds:
             told = self.find(name, each, lengths)
             if told not in (None, found) or not all(map(found.like, _places(seen))):
                 raise BatchSizeError(
-                    f"{where(called(name))}: its rows are those of the samples in another order than in "
-                    "an earlier call (sample by sample, or time by time), so whose they are depends on "
-                    "how the model is called; keep one layout (permute the dimensions before they are "
-                    "flattened), or use a module of its own for each"
+                    f"{where(called(name))}: the samples are flattened with other dimensions in another "
+                    "order than in an earlier call (sample by sample, or time by time). Use one order, "
+                    "or a separate module for each."
                 )
             seen.setdefault(lengths, {})[each] = found
 
@@ -296,9 +295,10 @@ def say_chosen(model: nn.Module, chosen: Mapping[Rows, str], told: set[str]) -> 
     if not names.keys() <= told:
         told.update(names)
         say(
-            f"{' and '.join(names)}: trained weights meet all rows, and samples choose among them by "
-            f"number ({next(iter(chosen.values()))}), so what they hold is neither clipped nor noised. "
-            "If it is private, pass each sample its own rows; else make it a frozen parameter."
+            f"{' and '.join(names)}: trained weights use all rows, and samples choose among them by "
+            f"number ({next(iter(chosen.values()))}), so private data in them would not be protected. "
+            "Pass each sample its own rows, or make public data a frozen parameter.",
+            doc="coupled-samples",
         )
 
 
@@ -588,19 +588,19 @@ class BatchLayout:
             if batch_axis is None or not batch_axis.fits(x, batch):
                 axis = self.batch_axes[path].axis if path in self.batch_axes else self.axis
                 raise BatchSizeError(
-                    f"{where(path)}: expected {batch} rows along axis {axis}, as in the model's input, "
-                    f"got shape {list(x.shape)}; layers must see the samples that the model was given"
+                    f"{where(path)}: expected {batch} samples along axis {axis}, as in the model's "
+                    f"input, got shape {list(x.shape)}. Pass each layer all samples of the batch."
                 )
         assert batch_axis is not None
         if fixed is not None and batch_axis.axis != fixed:
             raise BatchSizeError(
-                f"{where(path)}: this layer takes its samples along axis {fixed}, but in this model "
-                f"they lie along axis {batch_axis.axis} of its input of shape {list(x.shape)}; move the "
-                "batch first"
+                f"{where(path)}: expected samples along axis {fixed}, got an input of shape "
+                f"{list(x.shape)} with samples along axis {batch_axis.axis}. Move the samples to axis "
+                f"{fixed}."
             )
         if x.dim() <= batch_axis.axis:
             raise BatchSizeError(
                 f"{where(path)}: expected an input with samples along axis {batch_axis.axis}, got shape "
-                f"{list(x.shape)}"
+                f"{list(x.shape)}."
             )
         return batch_axis

@@ -85,11 +85,9 @@ class LeftOut:
             left = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
             if left is not None and (samples := self._runs_with(wider)) is not None:
                 raise BatchSizeError(
-                    f"{INPUT}{left} has a row for each sample, too, for the model runs with {samples} "
-                    f"rows of each, but not with 2 and 3{error}, so whether it couples them cannot be "
-                    "told; let it take any number of rows, and return what it makes of each row "
-                    f"alone, or, if {INPUT}{left} is the same for all samples, make it a buffer of "
-                    "the model"
+                    f"{INPUT.capitalize()}{left} has one row per sample, too, but the model does not "
+                    f"run with 2 and 3 samples, only with {samples}{error}. Let the model take any "
+                    "number of samples, or make the input a buffer if it is the same for all samples."
                 )
 
     def _runs_with(self, cuts: Cuts) -> int | None:
@@ -184,9 +182,9 @@ def learn(
         if foreign is not None:
             run.as_called()  # a model that fails on its own input says why itself
             raise BatchSizeError(
-                "the model runs on this batch, but not where every operation on a few rows of it is "
-                f"followed ({described(foreign)}). Let it take any number of rows, and use torch's "
-                "dense operations there"
+                "The model runs on this batch, but not in a traced run on a few of its samples "
+                f"({described(foreign)}). Let it take any number of samples, and use torch's dense "
+                "operations there."
             ) from foreign
     except BaseException:
         layout.known = False
@@ -195,9 +193,8 @@ def learn(
         layout.known = False
         if not found.meets(path):
             raise BatchSizeError(
-                f"{where(called(path))}: this layer runs with this batch, but not with a few rows of "
-                "it, so where its samples lie is not known; let the model use the same layers for any "
-                "number of rows"
+                f"{where(called(path))}: this layer runs with this batch, but not with a few of its "
+                "samples, so its batch axis is unknown. Use the same layers for any number of samples."
             )
         found.tell()
     given = run.args, run.kwargs
@@ -250,12 +247,11 @@ def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
         return None
     run.as_called()  # a model that fails on its own input says why itself
     if met:
-        raise coupled("the output", met)
+        raise coupled("The output", met)
     raise BatchSizeError(
-        "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
-        "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
-        f"along axis {layout.axis} (a list of tensors: stack or pad them), and let the model "
-        f"take any number of rows{run.unread}{failed}"
+        "The batch axis of the model's inputs is unknown: with 2 and 3 entries of each axis, the output "
+        f"has other numbers of entries{run.unread}{failed}. Pass tensors with samples along axis "
+        f"{layout.axis}, and let the model take any number of samples."
     )
 
 
@@ -269,8 +265,7 @@ def _explained(
 ) -> BatchSizeError:
     if by_python:
         return BatchSizeError(
-            f"{error} (numbers of samples come to the model in lists or arrays, where nothing shows "
-            "whose they are: pass tensors with one row a sample)"
+            f"{error}. If numbers come in lists or arrays, pass tensors with one row per sample instead."
         )
     if run.in_lists(cuts):
         return in_lists(error)
@@ -283,7 +278,7 @@ def _explained(
 # What a look cannot do where the model's parameters are spread over ranks.
 
 
-_WAY_OUT = "or use DistributedDataParallel"
+_FIX = "or use DistributedDataParallel."
 
 
 def check_look(shards: Shards | None, name: str, layer: str) -> None:
@@ -294,9 +289,10 @@ def check_look(shards: Shards | None, name: str, layer: str) -> None:
     """
     if shards is not None and not shards.gathered:
         raise GraphError(
-            f"{name}: {layer} is reached past the model's own forward, or for the first time, where its "
-            "parameters are spread over ranks (fully_shard), so it cannot be looked at; call the model "
-            f"itself, let all batches go the same way through it, {_WAY_OUT}"
+            f"{name}: {layer} is reached outside the model's forward, or for the first time, while its "
+            "parameters are sharded (fully_shard). Call the model itself, let all batches use the same "
+            f"layers, {_FIX}",
+            doc="sharded-models",
         )
 
 
@@ -312,7 +308,7 @@ def check_moves(shards: Shards | None, model: nn.Module, paths: Iterable[str]) -
         parts = model.get_submodule(path).modules()
         if any(isinstance(part, FSDPModule) and part is not model for part in parts):
             raise UnsupportedLayerError(
-                f"{path or 'the model'}: rows are moved there by their values, which more backward "
-                "passes follow, but parts of it gather their parameters in every pass; give fully_shard "
-                f"what holds the whole of it, {_WAY_OUT}"
+                f"{where(path)}: samples are moved there by their values, but fully_shard was applied "
+                f"to parts of it. Apply fully_shard to a module that contains the whole of it, {_FIX}",
+                doc="sharded-models",
             )

@@ -94,13 +94,11 @@ def _apart(numbers: Collection[int], output: Any) -> Any:
 
 
 def _check_not_mixed(number: int, shape: tuple[int, ...], replaced: bool, gradient: Tensor) -> None:
-    way_out = (
-        "model_loss='per_sample' does not know this loss:" if replaced else f"{PER_SAMPLE}, or"
-    )
+    fix = "model_loss='per_sample' does not know this loss:" if replaced else f"{PER_SAMPLE}, or"
     raise BatchSizeError(
-        f"output {number} of the model, of shape {list(shape)}, is part of the loss, but one sample's "
-        "gradient depends on the other samples (a mean over tokens, scores of rows against rows). "
-        f"{way_out} return one loss a row, of shape [b]."
+        f"Output {number} of the model, of shape {list(shape)}, is part of the loss, but it mixes "
+        f"samples (as a mean over all tokens does). {fix} return one loss per sample, of shape [b].",
+        doc="coupled-loss",
     )
 
 
@@ -184,7 +182,8 @@ def _check_seen(layout: BatchLayout, new: set[Outlet], samples: int, output: Any
 
 def _check_not_late(path: tuple[Hashable, ...], shape: tuple[int, ...], gradient: Tensor) -> None:
     raise BatchSizeError(
-        f"output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
-        "but a few rows of the batch do not give it, so whether it couples them is not known; return it "
-        "in every call (zero where nothing counts), or one loss a row, of shape [b]"
+        f"Output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
+        "but a few samples of the batch do not give it, so it may mix samples. Return it in every call, "
+        "or return one loss per sample, of shape [b].",
+        doc="coupled-loss",
     )

@@ -84,11 +84,12 @@ def unsaved(run: Callable[[], Any]) -> Any:
 class Coupled(BatchSizeError):
     """What one sample has somewhere follows from other samples."""
 
+    doc = "coupled-samples"
     of = ""
     """What it follows from."""
 
 
-OTHERS, HOW_MANY, NUMBER = "another sample's row", "the number of rows", "its number in the batch"
+OTHERS, HOW_MANY, NUMBER = "another sample", "the number of samples", "its position in the batch"
 """What one sample must not depend on."""
 
 
@@ -99,13 +100,14 @@ def coupled(where: str, cause: object = None, of: str = OTHERS, *, of_all: bool 
         where: it shows. cause: the operation in which samples met, and its line, if that is known.
         of: what it depends on. of_all: it is given one number of all samples.
     """
-    hint = "; with a mean of losses, apply it to the rows' losses before the mean" if of_all else ""
+    fix = "Compute each sample of the batch independently of the others"
+    if of_all:
+        fix += ", for example before a mean of losses"
     if str(cause).startswith("_unique"):  # E(ids.unique())[inverse]
-        hint = "; look the ids up directly, not those of the batch made unique"
+        fix = "Look up the ids directly, not ids.unique() of the batch"
     by = f" ({cause})" if cause is not None else ""
     error = Coupled(
-        f"{where}: what one sample has there depends on {of}{by}, so no per-sample gradient exists; let "
-        f"every row of the batch be computed from itself alone{hint}"
+        f"{where}: the result of one sample depends on {of}{by}, so it has no per-sample gradient. {fix}."
     )
     error.of = of
     return error
@@ -649,6 +651,6 @@ def of_samples(label: str) -> Iterator[None]:
         if not is_foreign(error):
             raise
         raise UnsupportedLayerError(
-            f"{label}: the gradients of its samples cannot be computed ({described(error)}). Use dense "
-            "tensors and other functions there, or freeze the parameters"
+            f"{label}: the per-sample gradients cannot be computed ({described(error)}). Use dense "
+            "tensors and other functions there, or freeze the parameters."
         ) from error

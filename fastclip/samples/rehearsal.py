@@ -203,7 +203,7 @@ class Rehearsal:
         if any(one.probe.draws for one in found) and not all(
             one.is_beside(few, constants=False) for one in others
         ):
-            raise coupled("the model", None, HOW_MANY)
+            raise coupled("The model", None, HOW_MANY)
         self.unproven = self.unproven or ["it computes in another way where there are more samples"]
         self._whole = True
 
@@ -217,7 +217,7 @@ class Rehearsal:
             if not have_no_effect(asked, lambda wanted: again(wanted=wanted)):
                 self.unproven = self.unproven or ["questions that it asks of the batch"]
         except Matters:
-            raise coupled("the model", f"a number that Python reads at {asked.line}") from None
+            raise coupled("The model", f"a number that Python reads at {asked.line}") from None
 
     def _settle(self, found: _Run) -> None:
         """Layers of samples that have no one place are opened, and runs begin anew; so they do where one
@@ -316,7 +316,7 @@ class Rehearsal:
             if shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
                 if len(samples) == 1 and own & {*samples} and len(self._runs) > 1:
                     by_number = not shadow.mixed and shadow.factor is None
-                    raise coupled("the output", more.cause(x), NUMBER if by_number else OTHERS)
+                    raise coupled("The output", more.cause(x), NUMBER if by_number else OTHERS)
                 guards.mixed[int(str(other.name))] = x.dim()
 
     def _check_next(self) -> None:
@@ -328,9 +328,9 @@ class Rehearsal:
         for one, left in ((x, x.left) for x in self._runs if x.left is not None):
             if left.sparse:
                 raise UnsupportedLayerError(
-                    f"attributes {left.sparse} keep sparse tensors that were made of a batch: what "
-                    "they carry over to the next one is not private; compute them in every forward pass"
-                )
+                    f"Attributes {left.sparse} keep sparse tensors of a batch, which cannot be followed "
+                    "into the next one. Compute them in every forward pass.", doc="carried-state",
+                )  # fmt: skip
             for samples in (one.probe.rows, one.probe.rows + 1):
                 there = [max(0, min(i, self._rows - 1)) for i in range(samples)][::-1]
                 self._run.cut(self._cuts, sorted({*there}))
@@ -338,12 +338,11 @@ class Rehearsal:
                 with suppress(RuntimeError, ValueError):  # a state of as many samples
                     self._run.once(probe, there, 2, probe.close, left=left)
                 if met := self._carried(one.probe, probe):
-                    what = f"attributes {left.names} keep" if left.names else "the model keeps"
+                    what = f"Attributes {left.names} keep" if left.names else "The model keeps"
                     raise UnsupportedLayerError(
-                        f"{what} numbers of one batch, from which {met} of the next "
-                        "one follows: what they carry over is not private; compute them in every "
-                        "forward pass"
-                    )
+                        f"{what} values of one batch, which get no noise, and {met} of the next batch "
+                        "depends on them. Compute them in every forward pass.", doc="carried-state",
+                    )  # fmt: skip
 
     @staticmethod
     def _carried(first: Probe, after: Probe) -> str:
@@ -381,9 +380,9 @@ class Rehearsal:
                     break
                 if around is None:
                     raise BatchSizeError(
-                        f"{called(name)}: samples have no one place there, and no module around it "
-                        "returns them in their places, so whose each row is cannot be told. Put rows "
-                        "back inside the module that moves them"
+                        f"{called(name)}: the samples have no fixed batch axis there, and no module "
+                        "around it returns them in their order. Restore the order inside the module "
+                        "that moves them."
                     )
                 trial.routers.setdefault(name, set()).add(around)
                 trial.returns[around] = sure[around]
@@ -473,8 +472,9 @@ def _is_followed(leaf: Any) -> bool:
 
 def _unstable() -> BatchSizeError:
     return BatchSizeError(
-        "where the samples are in the model's layers changes with every look at it; let every "
-        "row of the batch be computed from itself alone"
+        "The batch axes of the model's layers change with every trace. Compute each sample of the "
+        "batch independently of the others.",
+        doc="coupled-samples",
     )
 
 

@@ -340,7 +340,7 @@ class Look:
     seconds: float
 
     def __str__(self) -> str:
-        return f"looked at {self.name}: {self.passes} forward passes of a few rows, {self.seconds:.2f} s"
+        return f"traced {self.name}: {self.passes} forward passes of a few samples, {self.seconds:.2f} s"
 
 
 class Watch:

@@ -295,8 +295,9 @@ class Writes(TorchDispatchMode):
         names = [n for n, x in changed.items() if isinstance(x, nn.Parameter) and holds(x)]
         if names:
             raise UnsupportedLayerError(
-                f"parameters {names} are written in the forward pass with numbers of the batch: what "
-                "they learn from it is not private; let the optimizer train them, and leave max_norm off"
+                f"Parameters {names} take values of the batch in the forward pass, and these values get "
+                "no noise. Let the optimizer train the parameters, and omit max_norm.",
+                doc="carried-state",
             )
 
     def put_back(self) -> None:
@@ -407,19 +408,20 @@ def undisturbed(model: nn.Module, seed: int, *, followed: bool = True) -> Iterat
             _forget_casts()  # of weights cast without a graph
     replaced = [name for name, buffer, _, _ in buffers if model.get_buffer(name) is not buffer]
     through_data = [name for name, *_ in buffers if name in writes.written]
-    if told := list(dict.fromkeys([*changed, *replaced, *through_data])):
-        of_numbers = all(b.is_floating_point() for name, b, *_ in buffers if name in told)
+    if names := list(dict.fromkeys([*changed, *replaced, *through_data])):
+        of_numbers = all(b.is_floating_point() for name, b, *_ in buffers if name in names)
         count = "" if of_numbers else ", and count calls in a Python number (self.calls += 1)"
         raise UnsupportedLayerError(
-            f"buffers {told} change in the forward pass: what they learn from the batch is not private; "
-            f"freeze them (eval mode) or remove them{count}"
+            f"Buffers {names} change in the forward pass, and values of the batch in them get no noise. "
+            f"Freeze them with .eval(), or remove them{count}.",
+            doc="carried-state",
         )
 
 
 def _check_functions(operator: Any) -> None:
     raise UnsupportedLayerError(
-        f"{operator} at {line_of(sys._getframe(1))} runs functions that it is given where samples, and "
-        "private layers inside, cannot be followed. Use Python's if and for, or torch.where"
+        f"{operator} at {line_of(sys._getframe(1))} calls functions in which samples and private layers "
+        "cannot be followed. Use Python's if and for, or torch.where."
     )
 
 

@@ -153,21 +153,22 @@ class TakenSamples:
         """
         for number, leaf in enumerate(self._leaves):
             if isinstance(leaf, Tensor) and leaf.is_nested:
-                raise BatchSizeError(f"{INPUT}{number}: {NESTED}")
+                name = f"{INPUT.capitalize()}{number}"
+                raise BatchSizeError(f"{name}: {NESTED}", doc="unsupported-layer")
 
     @property
     def unread(self) -> str:
         """What of the inputs no sample can be taken from, for a message."""
-        told = []
+        unread = []
         for x in self._leaves:
             if isinstance(x, Tensor) and x.layout != torch.strided:
-                told.append(f"a tensor of layout {x.layout} (pass it dense)")
+                unread.append(f"a tensor of layout {x.layout}, which is not dense")
             elif is_object(x) and not isinstance(x, PackedSequence):
-                told.append(
-                    f"an object of class {type(x).__name__}, whose tensors are not seen (pass them as "
-                    "arguments, in a dict or a dataclass)"
+                kind = type(x).__name__
+                unread.append(
+                    f"an object of class {kind}, which is no dict or dataclass of tensors"
                 )
-        return f"; got {', '.join(dict.fromkeys(told))}" if told else ""
+        return f", and it holds {', '.join(dict.fromkeys(unread))}" if unread else ""
 
     @property
     def leaves(self) -> list[Any]:
