@@ -152,7 +152,7 @@ def _met(
         raise ParameterLeakError(
             f"Parameter {name!r} is used where fastclip cannot follow it, such as a custom autograd "
             "function or the loss, so its gradient would not be clipped. Use torch's functions in the "
-            "model's forward, register a rule for the layer, or freeze the parameter."
+            "model's forward, or freeze the parameter."
         )
     owner.penalties.take(p, grad_state)
 

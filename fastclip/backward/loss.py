@@ -331,7 +331,7 @@ _SAME = (
 _DIVIDES_BY_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.NLLLoss2d)
 
 _COUPLED = (
-    "divides by the class weights of the whole batch, so samples are not independent. Use "
+    "divides by the class weights of the whole batch, so the privacy guarantee does not hold. Use "
     "fastclip.losses.per_sample_cross_entropy(..., weight=...).mean()."
 )
 

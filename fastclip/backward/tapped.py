@@ -201,8 +201,8 @@ class _TappedLayer(Function):
         for tap, got in zip(ctx.kinds, (operand, own), strict=True):
             if None not in (tap, got) and tap != got.dtype:
                 raise GraphError(
-                    f"{type(layer.module).__name__} records {got.dtype} for clipping, but an earlier pass "
-                    f"recorded {tap}. Call the model without torch.compile.",
+                    f"{type(layer.module).__name__} records {got.dtype} for clipping, but an earlier "
+                    f"pass recorded {tap}. Call the model without torch.compile.",
                     doc="compile-and-graphs",
                 )
         return (*nothing, found, *nothing, None if layer.lists == "indices" else operand, own)

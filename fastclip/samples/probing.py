@@ -107,7 +107,8 @@ def coupled(where: str, cause: object = None, of: str = OTHERS, *, of_all: bool 
         fix = "Look up the ids directly, not ids.unique() of the batch"
     by = f" ({cause})" if cause is not None else ""
     error = Coupled(
-        f"{where}: the result of one sample depends on {of}{by}, so it has no per-sample gradient. {fix}."
+        f"{where}: the result of one sample depends on {of}{by}, so no per-sample gradient exists. "
+        f"{fix}."
     )
     error.of = of
     return error

@@ -172,5 +172,5 @@ def test_retired_is_the_end(state: State, fails: bool) -> None:
         with clear():
             pass
         assert batch.state is State.RETIRED
-        with pytest.raises(StepError, match="not private any more"):
+        with pytest.raises(StepError, match="made private again or cleaned up"):
             batch.step(skip=False)

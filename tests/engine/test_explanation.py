@@ -100,9 +100,9 @@ def test_everything_refused_is_told_at_once() -> None:
 
 REFUSED = {
     "weights": (
-        {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the weights of the batch"
+        {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the class weights"
     ),
-    "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "pass loss_reduction='sum'"),
+    "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "Pass loss_reduction='sum'"),
     "lazy": ({"module": nn.Sequential(nn.LazyLinear(3))}, r"0 \(LazyLinear\).*run the model once"),
     "optimizer": ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.ones(1))])}, "LBFGS.step expects"),
     "devices": ({"module": nn.DataParallel(nn.Linear(6, 3))}, "pass the model that it wraps"),

@@ -389,7 +389,7 @@ def test_what_is_no_training() -> None:
     with refused("axis 0", BatchSizeError):
         run[4](torch.randn(3, 6), torch.arange(2))
     run[1].cleanup()
-    with refused("not private any more", StepError):
+    with refused("made private again or cleaned up", StepError):
         run[4](*batch())
 
 
