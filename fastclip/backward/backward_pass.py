@@ -52,9 +52,9 @@ class BackwardPass:
         self.begun = False
         """A contribution has been admitted."""
         self._samples: int | None = None
-        """Of every contribution."""
+        """In every contribution."""
         self.units: UnitSamples | None = None
-        """Which samples are clipped as one; None: each alone."""
+        """Which samples are clipped as one; None: each by itself."""
         self.forwards: list[Forward] = []
         self.entries: dict[int, Entry] = {}
         """By the parameters' ids, which are quicker to find than themselves."""
@@ -66,7 +66,7 @@ class BackwardPass:
         self._wanted: set[nn.Parameter] = set()
         """Parameters that take part through such values."""
         self._watching: AbstractContextManager[None] | None = None
-        """Lets parameters notice their uses until the pass ends."""
+        """Records uses of parameters until the pass ends."""
 
     def watch(self, forward: Forward, calls: Calls) -> None:
         """Parts of this forward pass may be computed again: uses are noticed there, too."""
@@ -81,10 +81,10 @@ class BackwardPass:
             self._watching = None
 
     def check_kept(self, kept: BackwardPass | None) -> None:
-        """Refuse to end if the model has forgotten this pass for another one, or for none.
+        """Check that this pass is still the model's running pass as it ends.
 
         Raises:
-            GraphError: saying so.
+            GraphError: another thread has replaced it.
         """
         if kept is not self:
             raise GraphError(
@@ -178,7 +178,7 @@ class BackwardPass:
         """Contributions to derived values become contributions to parameters.
 
         Args:
-            ranks: who gather the parameters from which they are derived, where these are spread.
+            ranks: gather the parameters from which the values are derived, if these are sharded.
         """
         by_graph: dict[Any, list[tuple[Any, Tensor]]] = {}
         for held in self._derived.values():

@@ -1,4 +1,4 @@
-"""What a backward pass refuses: leaked gradients, second engines, BatchNorm, tensors outside."""
+"""Checks of a backward pass: leaked gradients, second engines, BatchNorm, tensors outside."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fastclip.errors import (
 from fastclip.trace.findings import Report
 
 # -------------------------------------------------------------------------------------------------
-# What `p.grad_sample` of a private parameter is after a pass: an error for whoever reads it.
+# The value of `p.grad_sample` of a private parameter after a pass: reading it raises an error.
 #
-# Programs around Opacus read per-sample gradients between backward and step. None are kept here,
-# and `None` in their place would say so only by an error about `None`.
+# Programs around Opacus read per-sample gradients between backward and step. None are kept here, and
+# `None` instead of them would only lead to an error about `None`.
 
 
 _SAYS = (
@@ -41,12 +41,12 @@ _SAYS = (
 )
 
 
-def _refuse(*args: Any, **options: Any) -> NoReturn:
+def _raise(*args: Any, **options: Any) -> NoReturn:
     raise GradSampleError(_SAYS)
 
 
 class NotKept:
-    """In the place of per-sample gradients; false, and saved as an empty dict."""
+    """Stands for per-sample gradients that are not kept; false, and saved as an empty dict."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class NotKept:
         return "<per-sample gradients are not kept>"
 
     def __reduce__(self) -> Any:
-        return OrderedDict, ()  # which torch.load takes, as it does not take None's type
+        return OrderedDict, ()  # torch.load accepts it, but not None's type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotKept:
         return self
@@ -65,22 +65,22 @@ class NotKept:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse()
+        _raise()
 
     @classmethod
     def __torch_function__(cls, *args: Any, **options: Any) -> NoReturn:
-        _refuse()
+        _raise()
 
-    __len__ = __getitem__ = __iter__ = __neg__ = __abs__ = __float__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
+    __len__ = __getitem__ = __iter__ = __neg__ = __abs__ = __float__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _raise
 
 
 NOT_KEPT = NotKept()
 
 
 def show(parameters: Iterable[nn.Parameter], kept: NotKept | None = NOT_KEPT) -> None:
-    """A pass has contributed, or what passes have left is cleared."""
+    """Set `p.grad_sample`, because a pass has contributed or the sums were cleared."""
     for p in parameters:
         p.grad_sample = kept  # type: ignore[attr-defined]
 
@@ -89,17 +89,17 @@ def show(parameters: Iterable[nn.Parameter], kept: NotKept | None = NOT_KEPT) ->
 
 
 class LeakGuard:
-    """Raises when autograd computes a gradient of a private parameter.
+    """Raises an error when autograd computes a gradient of a private parameter.
 
-    Private layers and uses return none for their parameters, so a gradient can only come from what
-    torch shows to no one (custom and scripted functions, a loss), which would be unclipped. A copy is
-    born unarmed: hooks belong to the parameters.
+    Private layers and uses return no gradient for their parameters. So a gradient comes from something
+    that torch does not show (custom and scripted functions, a loss), and would be unclipped. A copy is
+    unarmed, because hooks belong to the parameters.
     """
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._others: set[nn.Parameter] = set()
-        """Guarded while they are trainable, though nobody trains them privately."""
+        """Guarded while they are trainable, although they are not trained privately."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeakGuard:
         return LeakGuard()
@@ -111,21 +111,21 @@ class LeakGuard:
         """Guard these parameters; does nothing if armed.
 
         Args:
-            grad_state: tells which gradients hold no data.
+            grad_state: says which gradients hold no data.
         """
         if not self._handles:
             self._handles = [
-                p.register_hook(partial(_met, name, ref(p), ref(grad_state)))
+                p.register_hook(partial(_check_private, name, ref(p), ref(grad_state)))
                 for p, name in names.items()
                 if p.requires_grad
             ]
 
     def arm_others(self, others: Mapping[nn.Parameter, str], grad_state: Any) -> None:
-        """Guard what the private optimizer does not have, as far as it has become trainable.
+        """Guard parameters outside the private optimizer that have become trainable.
 
         Args:
-            others: their names. grad_state: tells whether a private backward pass runs; in another
-                they may train.
+            others: their names. grad_state: says whether a private backward pass runs; in other
+                passes they may train.
         """
         for p, name in others.items():
             if p.requires_grad and p not in self._others:
@@ -142,30 +142,30 @@ class LeakGuard:
         self._others.clear()
 
 
-def _met(
+def _check_private(
     name: str, parameter: ref[nn.Parameter], grad_state: ref[Any], gradient: Tensor | None
 ) -> None:
-    owner, p = grad_state(), parameter()
+    state, p = grad_state(), parameter()
     if gradient is None:
         return
-    if owner is None or p is None or not owner.is_penalty(p, gradient):
+    if state is None or p is None or not state.is_penalty(p, gradient):
         raise ParameterLeakError(
             f"Parameter {name!r} is used where fastclip cannot follow it, such as a custom autograd "
             "function or the loss, so its gradient would not be clipped. Use torch's functions in the "
             "model's forward, or freeze the parameter."
         )
-    owner.penalties.take(p, grad_state)
+    state.penalties.take(p, grad_state)
 
 
 def arm(grad_state: Any) -> None:
-    """Guard every parameter of a model that is trainable, whoever trains it."""
+    """Guard every trainable parameter of a model, in the private optimizer or not."""
     grad_state.guard.arm(grad_state.names, grad_state)
     grad_state.guard.arm_others(grad_state.others, grad_state)
 
 
 def _check_gradient(name: str, grad_state: ref[Any], gradient: Tensor | None) -> None:
-    owner = grad_state()
-    if gradient is not None and owner is not None and owner.running:
+    state = grad_state()
+    if gradient is not None and state is not None and state.running:
         raise ParameterLeakError(
             f"Parameter {name!r} is trainable but not in the private optimizer, so its gradient would "
             "get neither clipping nor noise. Freeze it with requires_grad_(False), or pass it to the "
@@ -174,25 +174,25 @@ def _check_gradient(name: str, grad_state: ref[Any], gradient: Tensor | None) ->
         )
 
 
-_OWN = (_met, _check_gradient)
-"""Hooks that look whether there is a gradient."""
+_OWN = (_check_private, _check_gradient)
+"""Hooks that check whether there is a gradient."""
 _FUNCTION = attrgetter("func")
 
 
 def is_guarded(x: Tensor) -> bool:
-    """It is a parameter of a private model, whose gradient has a guard of its own."""
+    """Whether it is a parameter of a private model, which has a guard of its own."""
     return any(getattr(hook, "func", None) in _OWN for hook in gradient_hooks(x))
 
 
 def say_untrained(others: Mapping[nn.Parameter, str]) -> None:
-    """Warn of trainable parameters that nobody will train."""
+    """Warn of trainable parameters that no optimizer trains."""
     names = [name for p, name in others.items() if p.requires_grad]
     if names:
         say(untrained(names), doc="optimizers")
 
 
 def untrained(names: Sequence[str]) -> str:
-    """What is said of trainable parameters that the private optimizer does not have."""
+    """The warning about trainable parameters that the private optimizer does not have."""
     return (
         f"{len(names)} trainable parameters ({names[0]}, ...) are not in the private optimizer, so no "
         "optimizer trains them. Freeze them with requires_grad_(False), or pass all parameters to one "
@@ -201,10 +201,10 @@ def untrained(names: Sequence[str]) -> str:
 
 
 def check_plain() -> None:
-    """Refuse a forward pass inside a transform or a trace, neither of which a pass can begin from.
+    """Check that the forward pass is not inside a transform or a trace.
 
     Raises:
-        GraphError: saying what to give them.
+        GraphError: it is, so its samples cannot be followed.
     """
     if transformed() or torch.jit.is_tracing():
         raise GraphError(
@@ -216,16 +216,16 @@ def check_plain() -> None:
 
 
 def check_hooks(names: Mapping[nn.Parameter, str], parameters: Collection[nn.Parameter]) -> None:
-    """Refuse gradient hooks on private parameters, which would never run.
+    """Check that private parameters have no gradient hooks, which would never run.
 
-    Autograd computes no gradient of them: a mask or a clamp set as a hook would be left out silently.
+    Autograd computes no gradient of them, so a mask or a clamp in a hook would be omitted silently.
 
     Raises:
         UnsupportedLayerError: naming the parameter.
     """
     hooks = hooks_of(parameters)
     if {*map(type, hooks)} <= {partial} and {*map(_FUNCTION, hooks)} <= {*_OWN}:
-        return  # as nearly always
+        return  # the usual case
     for parameter in parameters:
         for hook in gradient_hooks(parameter):
             if getattr(hook, "func", None) not in _OWN and parameter.requires_grad:
@@ -238,10 +238,10 @@ def check_hooks(names: Mapping[nn.Parameter, str], parameters: Collection[nn.Par
 
 
 def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
-    """Refuse parameters that were frozen at make_private and are not any more.
+    """Check that parameters that were frozen at make_private still are.
 
-    No Snapshot, nor are `check_alone` and `check_batch_norm`: of a copy of the model it is refused, too,
-    whatever it was when it was made.
+    Like `check_alone` and `check_batch_norm` this uses no Snapshot: a copy of the model raises the error
+    too, whatever its state when it was made.
     """
     thawed = [name for parameter, name in frozen.items() if parameter.requires_grad]
     if thawed:
@@ -255,9 +255,9 @@ def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
 
 
 def check_alone(names: Mapping[nn.Parameter, str]) -> None:
-    """Refuse parameters that another engine has taken hold of since make_private.
+    """Check that no other engine has made these parameters private since make_private.
 
-    Opacus' own engine cannot be stopped from doing so, but leaves its marks on the parameters.
+    Opacus' own engine cannot be stopped from doing so, but it leaves marks on the parameters.
     """
     for p, name in names.items():
         own = p.__dict__
@@ -274,7 +274,7 @@ def check_alone(names: Mapping[nn.Parameter, str]) -> None:
 class NonFiniteMonitor:
     """Warns once that a sample's gradient was not finite; on a GPU it never waits to know.
 
-    Only where it is enabled: the warning looks at one sample's data, so it is for debugging and not
+    It is off by default. The warning depends on one sample's data, so it is for debugging and is not
     private.
     """
 
@@ -288,7 +288,7 @@ class NonFiniteMonitor:
         """A copy has seen nothing."""
         return NonFiniteMonitor, ()
 
-    def look(self, norms: Tensor) -> None:
+    def check(self, norms: Tensor) -> None:
         """Note the norms [b] of a backward pass."""
         if self._warned or not self.enabled:
             return
@@ -296,10 +296,10 @@ class NonFiniteMonitor:
             if not bool(torch.isfinite(norms).all()):
                 self._warn()
         elif norms.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._look_later(norms)
+            self._check_later(norms)
 
-    def _look_later(self, norms: Tensor) -> None:
-        """A copy to pinned memory, read in a later pass, once the device has written it."""
+    def _check_later(self, norms: Tensor) -> None:
+        """Copy to pinned memory, which a later pass reads once the device has written it."""
         if self._flag is None:
             self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             self._flag.copy_(torch.isfinite(norms).all(), non_blocking=True)
@@ -320,7 +320,7 @@ class NonFiniteMonitor:
 
 
 # -------------------------------------------------------------------------------------------------
-# BatchNorm couples the samples of a batch: refused at first, and whenever it would train again.
+# BatchNorm couples the samples of a batch. It raises an error at first, and when it would train again.
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -329,7 +329,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def check_batch_norm(path: str, module: nn.Module) -> None:
-    """Refuse a BatchNorm that is trained, or that uses the statistics of the batch."""
+    """Check for a BatchNorm that is trained, or that uses the statistics of the batch."""
     if is_batch_norm(module) and (module.training or trained(module)):
         raise UnsupportedLayerError(
             f"{where(path, module)}: BatchNorm makes each sample's output depend on the other samples "
@@ -345,14 +345,14 @@ def trained(module: nn.Module) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Trained tensors that are none of the model's, as a traced step meets them beside data.
+# Trained tensors outside the model that meet data in a traced step.
 
 
 def watch_outside(held: weakref.ref[Any], x: Tensor, line: str) -> None:
-    """Let no gradient come to such a tensor in a pass that trains the model, too.
+    """Raise an error if a pass that trains the model brings a gradient to such a tensor.
 
     Args:
-        held: the step (fastclip.backward.traced_step). x: the tensor. line: of the user's, where it met
+        held: the step (fastclip.backward.traced_step). x: the tensor. line: the user's line where it met
             data.
     """
     step = held()
@@ -363,7 +363,7 @@ def watch_outside(held: weakref.ref[Any], x: Tensor, line: str) -> None:
         if not any(hasattr(node, "variable") for node in below):
             return  # computed by private models alone
 
-    def came(gradient: Tensor | None) -> None:
+    def check(gradient: Tensor | None) -> None:
         step = held()
         if gradient is None or step is None:
             return
@@ -372,11 +372,11 @@ def watch_outside(held: weakref.ref[Any], x: Tensor, line: str) -> None:
             raise trained_outside(step.tracer.report, x, line)
 
     with step.tracer.aside():
-        step.handles.append(x.register_hook(came))
+        step.handles.append(x.register_hook(check))
 
 
 def trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError:
-    """The error of a pass that trains such a tensor, noted in the report."""
+    """The error for a pass that trains such a tensor; the report records it."""
     report.outside.append((f"{list(x.shape)}", line))
     kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
     return ParameterLeakError(
