@@ -150,7 +150,7 @@ class Entries(Bags):
 def test_rows_of_what_was_drawn(model: nn.Module, call: Callable[..., Tensor]) -> None:
     """As many entries as rows were drawn, but the rows in them are as many as outputs."""
     private, _, batches = private_of(model.double(), rows_of([3] * 10))
-    with refused("the data loader drew 5 rows"):
+    with refused("the data loader drew 5 samples"):
         call(private, next(batches)[0])
 
 
