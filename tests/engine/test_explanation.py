@@ -146,7 +146,7 @@ TRAPS = {
     "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no meaning"),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
-        r"2 trainable parameters are not in the private optimizer \(weight, ...\)",
+        r"2 trainable parameters \(weight, ...\) are not in the private optimizer",
     ),
 }  # fmt: skip
 

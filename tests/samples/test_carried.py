@@ -303,5 +303,5 @@ def test_a_list_that_modules_share_is_read_before_it_is_written() -> None:
     model.parts = model.parts[::-1]
     model.forward = lambda x: model.heads[1].mean() + nn.Sequential(*model.parts)(x)
     private = make_private(model.double())[1]
-    with pytest.raises(UnsupportedLayerError, match="keep numbers of one batch"):
+    with pytest.raises(UnsupportedLayerError, match="keep values of one batch"):
         private(batch())

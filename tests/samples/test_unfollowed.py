@@ -91,7 +91,7 @@ def test_nested_inputs(layout: torch.layout, beside: bool, later: bool) -> None:
     if later:
         backward(private, (x, x) if beside else x)
     for _ in range(2):
-        with refused("^input [01]: expected a dense tensor, got a nested one", BatchSizeError):
+        with refused("^Input [01]: expected a dense tensor, got a nested tensor", BatchSizeError):
             private(*((x, nested(layout)) if beside else (nested(layout),)))
 
 

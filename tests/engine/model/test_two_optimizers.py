@@ -60,7 +60,7 @@ def test_a_parameter_of_another_optimizer(thawed: bool, copied: bool) -> None:
         private = copy.deepcopy(private)
         model = private._module
     model.shift.requires_grad_(True)
-    with refused("freeze it", ParameterLeakError):
+    with refused("not in the private optimizer", ParameterLeakError):
         backward(private, rows(4))
     assert model.shift.grad is None
 

@@ -366,7 +366,7 @@ def test_a_buffer_that_is_replaced() -> None:
                 self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
             return (x - self.mean) * self.gamma
 
-    with refused("buffer"):
+    with refused("Buffers"):
         backward(make_private(nn.Sequential(Running()))[1], torch.randn(4, 6))
 
 
