@@ -88,8 +88,8 @@ class BackwardPass:
         """
         if kept is not self:
             raise GraphError(
-                "Another thread called the private model during a backward pass, whose contributions "
-                "are lost. Call the model from one thread at a time, or evaluate a copy.",
+                "Another thread called the private model during a backward pass, and the pass is lost. "
+                "Call the model from one thread at a time, or evaluate a copy.",
                 doc="step-order",
             )
 

@@ -62,8 +62,8 @@ class _Given:
         self, samples: list[int], mixed: Container[int], like: _Given | None = None
     ) -> None:
         self.rows, self.parts, self._mixed = samples, dict[Hashable, _Part](), mixed
-        self._owners: dict[tuple[Hashable, int], Tensor] = {}
-        self._like = None if like is None else like._owners
+        self._sample_of_entry: dict[tuple[Hashable, int], Tensor] = {}
+        self._like = None if like is None else like._sample_of_entry
         self._noted: list[tuple[Shown, Tensor, Tensor | None]] = []
         self.noise = 0.0
         """Gradients below this size are rounding errors of the largest one."""
@@ -89,18 +89,18 @@ class _Given:
         self.moved = set(probe.moved)
         shown = [*probe.shown, *probe.outputs]
         with all_aside():
-            owners = self._all_owners(probe, shown)
+            samples = self._all_samples(probe, shown)
             asked = [x for x in shown if x.edge is not None]
             roots = [
                 x for x in probe.outputs
                 if x.edge is not None
                 and x.name not in self._mixed
-                and (x.of_all or id(x) in owners)
+                and (x.of_all or id(x) in samples)
             ]  # fmt: skip
-            seeds = [self._seed(x, owners.get(id(x))) for x in roots]
+            seeds = [self._seed(x, samples.get(id(x))) for x in roots]
         given = self._gradients(roots, asked, seeds) if roots else ()
         found = dict(zip(map(id, asked), given, strict=False))
-        self._noted = [(x, owners[id(x)], found.get(id(x))) for x in shown if id(x) in owners]
+        self._noted = [(x, samples[id(x)], found.get(id(x))) for x in shown if id(x) in samples]
 
     def take(self) -> None:
         """Split the results by sample, after the run and without tracing."""
@@ -143,7 +143,7 @@ class _Given:
                 )
         return given
 
-    def _all_owners(self, probe: Probe, shown: list[Shown]) -> dict[int, Tensor]:
+    def _all_samples(self, probe: Probe, shown: list[Shown]) -> dict[int, Tensor]:
         """The sample of every entry, for tensors whose entries depend on one sample each."""
         assert probe.followed is not None
         numbers, found = Counter[Hashable](), dict[int, Tensor]()
@@ -157,7 +157,7 @@ class _Given:
                 own = probe.followed.sample_of_entry(x.value, x.shadow)
             found[id(x)] = own
             if not x.moved:
-                self._owners[key] = own
+                self._sample_of_entry[key] = own
         return found
 
     def _seed(self, x: Shown, own: Tensor | None) -> Tensor:

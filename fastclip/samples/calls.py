@@ -79,9 +79,9 @@ class Forward:
         self.turns[name] = number + 1
         if self.lengths is None and self.layout is not None and self.inputs is not None:
             self.lengths = self.layout.lengths(*self.inputs)
-        return partial(self._whose, name, number, label)
+        return partial(self._sample_of_call, name, number, label)
 
-    def _whose(self, name: Hashable, number: int, label: str) -> int:
+    def _sample_of_call(self, name: Hashable, number: int, label: str) -> int:
         layout, calls, batch = self.layout, self.turns[name], self.batch_size or 1
         assert layout is not None
         each, rest = divmod(calls, batch)
@@ -114,7 +114,7 @@ class Entered:
     """It is no computation over one batch (Lightning's optimizer_step); the calls in it are traced."""
     noticing: ExitStack = field(default_factory=ExitStack)
     """Records uses of parameters until the call ends."""
-    looked_at: bool = False
+    probed: bool = False
     """Dry runs have been made for it."""
     sizes: list[int] = field(default_factory=list)
     """Of its inputs, if its path is followed."""
@@ -407,7 +407,7 @@ class Calls:
         if path is None and not (called.compiles or grown):
             return
         known, traced = path is not None and layout.paths.knows(path, sizes), self.traced()
-        seen = called.looked_at or ((known and traced) if grown else (known or traced))
+        seen = called.probed or ((known and traced) if grown else (known or traced))
         # torch.compile makes few graphs, and batches seldom grow: each is traced
         each = called.compiles or grown
         if not seen and (each or layout.paths.next_due(sizes, turns=bool(layout.turns))):
@@ -453,7 +453,7 @@ class Calls:
         if before - layout.facts():  # paths that were proven with these must be proven again
             layout.paths = runs.Paths()
         check_moves(self.shards, called.model, layout.returns)
-        called.looked_at = True
+        called.probed = True
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
         # in a branch that has not run yet; it is traced when it does
         unmet = (
@@ -490,7 +490,7 @@ class SampleOrders:
     """
 
     def __init__(self) -> None:
-        self._left, self._told = _COMPARED, False
+        self._left, self._warned = _COMPARED, False
 
     def finish(self, forwards: Sequence[Forward]) -> None:
         """Finish forward passes that one backward pass has reached; none may reach them again.
@@ -519,10 +519,10 @@ class SampleOrders:
                     )
                 if (
                     kind == other
-                    and not self._told
+                    and not self._warned
                     and 2 * len({*before} & {*samples}) < len({*samples})
                 ):
-                    self._told = True
+                    self._warned = True
                     say(_FEW_SHARED, doc="data-order")
         self._left -= len(seen) > 1
         for forward in forwards:
@@ -540,7 +540,7 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
     leaves, structure = given.leaves, given.structure
     axes = layout.cuts(given.way) or (layout.axis,) * len(leaves)
     keys: list[list[bytes]] = []
-    told = 0
+    keys_size = 0
     for leaf, axis in zip(leaves, axes, strict=True):
         if isinstance(leaf, PackedSequence):
             leaf, axis = pad_packed_sequence(leaf, batch_first=True)[0], 0
@@ -549,8 +549,8 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
         if leaf.dim() > axis and leaf.shape[axis] == size:
             samples = leaf.detach().movedim(axis, 0).cpu().reshape(size, -1).contiguous()
             keys.append([sample.tobytes() for sample in samples.view(torch.uint8).numpy()])
-            told += _FEW if leaf.is_floating_point() else samples.shape[1]
-    if told < _FEW:
+            keys_size += _FEW if leaf.is_floating_point() else samples.shape[1]
+    if keys_size < _FEW:
         return None
     return structure, [hash(sample) for sample in zip(*keys, strict=True)]
 

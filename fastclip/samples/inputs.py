@@ -613,7 +613,7 @@ def unclear(entries: int, samples: int) -> BatchSizeError:
     return BatchSizeError(
         f"The model's input is a list of {entries} entries whose tensors have {samples} rows, and "
         "either may be the samples. Pad and stack the entries to one tensor with the samples along the "
-        "batch axis, or pass each entry as an argument."
+        "batch axis."
     )
 
 

@@ -278,11 +278,11 @@ class Rows(NamedTuple):
         return Rows(memory_of(parts_of(x)[-1]), tuple(x.shape), x.shape[axis])
 
 
-def say_chosen(model: nn.Module, chosen: Mapping[Rows, str], told: set[str]) -> None:
+def say_chosen(model: nn.Module, chosen: Mapping[Rows, str], warned: set[str]) -> None:
     """Warn once of rows that the model holds, or computes from tensors of the same shape.
 
     Args:
-        chosen: the rows, and the use in which samples choose among them. told: names in earlier
+        chosen: the rows, and the use in which samples choose among them. warned: names in earlier
         warnings.
     """
     held = [(name, Rows.of(x, 0)) for name, x in (_held(model) if chosen else ())]
@@ -290,8 +290,8 @@ def say_chosen(model: nn.Module, chosen: Mapping[Rows, str], told: set[str]) -> 
     for rows in chosen:
         same = [name for name, own in held if own.memory == rows.memory]
         names |= dict.fromkeys(same or [name for name, own in held if own.shape == rows.shape])
-    if not names.keys() <= told:
-        told.update(names)
+    if not names.keys() <= warned:
+        warned.update(names)
         say(
             f"{' and '.join(names)}: trained weights use all rows, and samples choose among them by "
             f"number ({next(iter(chosen.values()))}), so private data in them would not be protected. "
@@ -363,7 +363,7 @@ class BatchLayout:
         """Samples of the largest batch from which distinct samples were taken."""
         self.watch: Watch | None = None
         """The state of the model in the last dry run."""
-        self.told_by: list[tuple[int, Way]] = []
+        self.shown_by: list[tuple[int, Way]] = []
         """The input that shows the batch size along `axis`: its number, among these inputs."""
         self._cuts: list[tuple[Way, Cuts]] = []
         """The axes of the inputs that hold the samples."""
@@ -376,7 +376,7 @@ class BatchLayout:
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.chosen: dict[Rows, str] = {}
         """Rows of constants that trained weights meet, and the use where samples choose among them."""
-        self.told_of: set[str] = set()
+        self.warned_of: set[str] = set()
         """Names of such rows."""
         self.version = 0
         """Increases when a dry run may have changed what is known."""
@@ -428,7 +428,7 @@ class BatchLayout:
         given = self.read(args, kwargs)
         if begins and not self.flat and (cuts := self.cuts(given.way)) is not None:
             self._shared.check(given.leaves, given.way, cuts)
-        for number, known in self.told_by:
+        for number, known in self.shown_by:
             if given.way == known:
                 samples = rows_of(given.leaves[number], self.axis)
                 return check_drawn(args, kwargs, samples, self.drawn) if begins else samples
@@ -465,10 +465,10 @@ class BatchLayout:
         self._cuts = [(way, cuts), *others]
         self.guards = self._guards_of(way)
 
-    def size_told_by(self, way: Way, cuts: Cuts) -> None:
+    def size_shown_by(self, way: Way, cuts: Cuts) -> None:
         """Note the first input that is cut along the batch axis, which shows the number of samples."""
         number = next(i for i, axis in enumerate(cuts) if axis == self.axis)
-        self.told_by = [(number, way), *(x for x in self.told_by if x[1] != way)]
+        self.shown_by = [(number, way), *(x for x in self.shown_by if x[1] != way)]
 
     def guards_of(self, args: tuple, kwargs: dict) -> Guards:
         """Guards of calls with such inputs."""

@@ -83,9 +83,9 @@ class LeftOut:
             left = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
             if left is not None and (samples := self._runs_with(wider)) is not None:
                 raise BatchSizeError(
-                    f"{INPUT.capitalize()}{left} has one row per sample, too, but the model does not "
-                    f"run with 2 and 3 samples, only with {samples}{error}. Let the model take any "
-                    "number of samples, or make the input a buffer if it is the same for all samples."
+                    f"{INPUT.capitalize()}{left} has one row per sample, too, but the model runs with "
+                    f"{samples} samples and not with 2 and 3{error}. Let the model take any number of "
+                    "samples, or make the input a buffer if all samples share it."
                 )
 
     def _runs_with(self, cuts: Cuts) -> int | None:
@@ -192,12 +192,12 @@ def learn(
                 f"{where(called(path))}: this layer runs with this batch, but not with a few of its "
                 "samples, so its batch axis is unknown. Use the same layers for any number of samples."
             )
-        found.tell()
+        found.update_layout()
     given = run.args, run.kwargs
     layout.known = True
     layout.watch = layout.watch or Watch(run.model, *given, layout.read, layout.axis)
     layout.tried = max(layout.tried, layout.batch_size(*given) or 0)
-    say_chosen(run.model, layout.chosen, layout.told_of)
+    say_chosen(run.model, layout.chosen, layout.warned_of)
     layout.chosen.clear()
 
 
@@ -245,8 +245,8 @@ def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
     if met:
         raise coupled("The output", met)
     raise BatchSizeError(
-        "The batch axis of the model's inputs is unknown: with 2 and 3 entries of each axis, the output "
-        f"has other numbers of entries{run.unread}{failed}. Pass tensors with samples along axis "
+        "The batch axis of the model's inputs is unknown: no way to cut them to 2 and 3 samples gives "
+        f"as many samples of output{run.unread}{failed}. Pass tensors with samples along axis "
         f"{layout.axis}, and let the model take any number of samples."
     )
 

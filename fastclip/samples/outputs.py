@@ -181,6 +181,6 @@ def _check_not_late(path: tuple[Hashable, ...], shape: tuple[int, ...], gradient
     raise BatchSizeError(
         f"Output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
         "but a few samples of the batch do not give it, so it may mix samples. Return it in every call, "
-        "or return one loss per sample, of shape [b].",
+        "or one loss per sample, [b].",
         doc="coupled-loss",
     )

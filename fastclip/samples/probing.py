@@ -231,11 +231,13 @@ class Followed:
 def _place(found: Tensor, shape: tuple[int, ...], samples: int) -> BatchAxis | None:
     axes = [axis for axis, size in enumerate(found.shape) if size > 1]
     for batch_axis in batch_axes(shape, samples, axes):
-        owners = batch_axis.sample_of_entry(shape[batch_axis.axis], samples, found.device).to(
+        expected = batch_axis.sample_of_entry(shape[batch_axis.axis], samples, found.device).to(
             found.dtype
         )
-        owners = owners.view([-1 if axis == batch_axis.axis else 1 for axis in range(len(shape))])
-        if bool(((found == owners) | (found == at.NONE)).all()):
+        expected = expected.view(
+            [-1 if axis == batch_axis.axis else 1 for axis in range(len(shape))]
+        )
+        if bool(((found == expected) | (found == at.NONE)).all()):
             return batch_axis
     return None
 

@@ -54,8 +54,8 @@ class Rehearsal:
     """Traced runs of one call.
 
     Args:
-        layout: what is known so far; unchanged until `tell`. run: the call. cuts: how its inputs are
-            cut. whole: use as many samples as the batch has.
+        layout: what is known so far; `update_layout` changes it. run: the call. cuts: its batch axes.
+        whole: use as many samples as the batch has.
     """
 
     def __init__(self, layout: BatchLayout, run: Runs, cuts: Cuts, *, whole: bool = False) -> None:
@@ -115,7 +115,7 @@ class Rehearsal:
             mixed = self.trial.guards.mixed
             try:
                 moved = hold_apart(
-                    self._run, self._cuts, self._probe_aside, mixed, whole=self._whole
+                    self._run, self._cuts, self._probe_unlearned, mixed, whole=self._whole
                 )
             except Coupled:  # by a loss that may be returned, but not trained on
                 sums = {n: dims for n, dims in self._sums() if n not in mixed}
@@ -131,7 +131,7 @@ class Rehearsal:
             self.hold()
         raise _unstable()
 
-    def _probe_aside(self, samples: int, **how: Any) -> Probe:
+    def _probe_unlearned(self, samples: int, **how: Any) -> Probe:
         """A probe that learns nothing about layers."""
         probe, trial = self.probe(samples, **how), self.trial
         assert probe.followed is not None
@@ -406,7 +406,7 @@ class Rehearsal:
         """Whether this layer or use was met."""
         return path is None or path in self.trial.met
 
-    def tell(self) -> None:
+    def update_layout(self) -> None:
         """Add the results to the layout."""
         layout, trial, run = self._layout, self.trial, self._run
         layout.cut_by(run.way, self._cuts)
@@ -451,7 +451,7 @@ class Rehearsal:
         layout.proven, layout.asked = not self.unproven, self._asked
         layout.entries |= layout.entries_of(run.args, run.kwargs)
         layout.compared = max(layout.compared, min(self._rows, MOST_SAMPLES))
-        layout.size_told_by(run.way, self._cuts)
+        layout.size_shown_by(run.way, self._cuts)
 
     def _sums(self) -> Iterator[tuple[int, int]]:
         """Outputs that are sums over samples, and their dimensions."""

@@ -243,7 +243,7 @@ def is_of_one(shadow: Shadow) -> bool:
 
 TAKES = frozenset(("select", "slice"))
 """Views that take one sample by its number."""
-_ALL, _NOBODY = -1, -2
+_ALL, _NO_SAMPLE = -1, -2
 """Sample of an operation: all samples; or none, if nothing needs its result."""
 _Made = tuple[int, int] | None
 """The number of the operation that has made an operand, and of its output."""
@@ -268,7 +268,7 @@ def take_turns(steps: Sequence[Step], samples: int) -> tuple[list[Step], list[Ha
     """
     steps = [step for step in steps if not _is_as_it_was(step)]
     made = _made(steps)
-    whose = _whose(steps, made)
+    whose = _sample_of_steps(steps, made)
     count: Counter[int] = Counter()
     names: list[tuple[bool, int]] = []
     for of in whose:
@@ -306,7 +306,7 @@ def _made(steps: Sequence[Step]) -> list[list[_Made]]:
     return found
 
 
-def _whose(steps: Sequence[Step], made: Sequence[Sequence[_Made]]) -> list[int]:
+def _sample_of_steps(steps: Sequence[Step], made: Sequence[Sequence[_Made]]) -> list[int]:
     """The sample of each operation: of its operands, or of all operations that need its result."""
     asking: list[set[int]] = [set() for _ in steps]
     found = [_ALL] * len(steps)
@@ -316,8 +316,8 @@ def _whose(steps: Sequence[Step], made: Sequence[Sequence[_Made]]) -> list[int]:
         if len(own) == 1:
             found[number] = next(iter(own))
         elif not own and _has_no_effect(step):
-            found[number] = _NOBODY
-        for source in made[number] if found[number] != _NOBODY else ():
+            found[number] = _NO_SAMPLE
+        for source in made[number] if found[number] != _NO_SAMPLE else ():
             if source is not None:
                 asking[source[0]].add(found[number])
     return found

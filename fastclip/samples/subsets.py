@@ -166,7 +166,7 @@ class TakenSamples:
                 unread.append(
                     f"an object of class {kind}, which is no dict or dataclass of tensors"
                 )
-        return f", and it holds {', '.join(dict.fromkeys(unread))}" if unread else ""
+        return f", and they hold {', '.join(dict.fromkeys(unread))}" if unread else ""
 
     @property
     def leaves(self) -> list[Any]:
