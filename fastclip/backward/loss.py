@@ -248,8 +248,8 @@ def _forget(task: int) -> None:
 # parameters of the model, so they have no guard. The graph of the loss shows them.
 
 
-OUTSIDE = "Make one module of it and the model before make_private, or detach it."
-"""The usual fix. A pass that trains only that, such as a GAN's generator, belongs in engine.paused()."""
+OUTSIDE = "Make one module of it and the model, detach it, or train only it in engine.paused()."
+"""The usual fixes. A GAN's generator, for example, is trained through its paused discriminator."""
 
 
 class Outside:
