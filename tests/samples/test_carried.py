@@ -50,7 +50,7 @@ LEAVES = {
 @pytest.mark.parametrize("what", LEAVES)
 def test_what_reaches_the_next_batch_is_refused(what: str) -> None:
     private = make_private(Carries(LEAVES[what]))[1]
-    with pytest.raises(UnsupportedLayerError, match=r"\['left'\] keep numbers of one batch"):
+    with pytest.raises(UnsupportedLayerError, match=r"\['left'\] keep values of one batch"):
         private(batch())
 
 
@@ -222,7 +222,7 @@ class Stateful(nn.Module):
 def test_a_state_that_its_size_guards_is_refused(case: str, seed: int) -> None:
     torch.manual_seed(seed)
     private = make_private(Stateful(case, carries=True))[1]
-    with pytest.raises(UnsupportedLayerError, match=r"'state.*keep numbers of one batch"):
+    with pytest.raises(UnsupportedLayerError, match=r"'state.*keep values of one batch"):
         private(torch.randn(3 + seed, D))
 
 

@@ -156,7 +156,7 @@ ONLY: dict[str, Callable[[Only, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ONLY)
 def test_a_function_of_the_users_alone(name: str) -> None:
     private = make_private(Only(ONLY[name]))[1]
-    with refused("parameter 'weight' was used where it could not be followed.*custom autograd"):
+    with refused("Parameter 'weight' is used where fastclip cannot follow it.*custom autograd"):
         backward(private, torch.randn(B, D))
 
 
