@@ -264,4 +264,4 @@ def test_a_warning_points_at_the_users_line() -> None:
         F.cross_entropy(model(x) * torch.where(y == 0, math.inf, 1.0)[:, None], y).backward()
         say("from here")
     assert [one.filename for one in said] == [__file__] * 2
-    assert str(said[0].message).startswith("a sample's gradient is not finite")
+    assert str(said[0].message).startswith("A sample's gradient is not finite")

@@ -329,9 +329,9 @@ def test_packed_sequences() -> None:
 @pytest.mark.parametrize(
     ("rows_of", "said"),
     [
-        (lambda x: x, "views=3 expects 3 views of each"),
-        (lambda x: x.repeat_interleave(2, 0), "views=3 expects 3 views of each"),
-        (lambda x: x.repeat_interleave(3, 0)[:-1], "no multiple"),
+        (lambda x: x, "views=3 expects 3 entries per sample"),
+        (lambda x: x.repeat_interleave(2, 0), "views=3 expects 3 entries per sample"),
+        (lambda x: x.repeat_interleave(3, 0)[:-1], "entries per sample"),
         (lambda x: x.repeat_interleave(3, 0)[3:], "every view of every sample"),
         (lambda x: x.repeat_interleave(6, 0), "views=K"),
     ],

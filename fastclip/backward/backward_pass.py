@@ -51,10 +51,10 @@ class BackwardPass:
         self._planner, self._shared, self._unbounded = planner, shared, unbounded
         self.begun = False
         """A contribution has been admitted."""
-        self._rows: int | None = None
-        """Of every contribution."""
+        self._samples: int | None = None
+        """In every contribution."""
         self.units: UnitSamples | None = None
-        """Which samples are clipped as one; None: each alone."""
+        """Which samples are clipped as one; None: each by itself."""
         self.forwards: list[Forward] = []
         self.entries: dict[int, Entry] = {}
         """By the parameters' ids, which are quicker to find than themselves."""
@@ -66,7 +66,7 @@ class BackwardPass:
         self._wanted: set[nn.Parameter] = set()
         """Parameters that take part through such values."""
         self._watching: AbstractContextManager[None] | None = None
-        """Lets parameters notice their uses until the pass ends."""
+        """Records uses of parameters until the pass ends."""
 
     def watch(self, forward: Forward, calls: Calls) -> None:
         """Parts of this forward pass may be computed again: uses are noticed there, too."""
@@ -81,15 +81,16 @@ class BackwardPass:
             self._watching = None
 
     def check_kept(self, kept: BackwardPass | None) -> None:
-        """Refuse to end if the model has forgotten this pass for another one, or for none.
+        """Check that this pass is still the model's running pass as it ends.
 
         Raises:
-            GraphError: saying so.
+            GraphError: another thread has replaced it.
         """
         if kept is not self:
             raise GraphError(
-                "the private model was called by another thread while a backward pass ran, whose "
-                "contributions are lost; let one thread at a time call it, or evaluate a copy"
+                "Another thread called the private model during a backward pass, and the pass is lost. "
+                "Call the model from one thread at a time, or evaluate a copy.",
+                doc="step-order",
             )
 
     @property
@@ -106,9 +107,9 @@ class BackwardPass:
         """Check that a layer's contribution may enter; the first one begins the pass."""
         if forward.finished:
             raise GraphError(
-                f"a second backward pass reached {where(path)} over one forward pass: each loss would "
-                "be clipped alone; add the losses and call backward() once, or wrap passes that must "
-                "not train in engine.paused()"
+                f"A second backward pass reached {where(path)} over one forward pass, so each loss "
+                "would be clipped separately. Add the losses, and call backward() once.",
+                doc="second-backward",
             )
         if forward not in self.forwards:
             self.forwards.append(forward)
@@ -117,12 +118,13 @@ class BackwardPass:
             batch.begin_pass()
         if forward.batch_size is None:
             forward.batch_size = samples
-        if self._rows is None:
-            self._rows = self.batch_size
-        if samples != self._rows:
+        if self._samples is None:
+            self._samples = self.batch_size
+        if samples != self._samples:
             raise GraphError(
-                f"{where(path)} contributes {samples} samples to a backward pass of {self._rows}: "
-                "all forward passes under one loss must hold the same samples in the same rows"
+                f"{where(path)} contributes {samples} samples to a backward pass of {self._samples} "
+                "samples. Give all forward passes under one loss the same samples in the same order.",
+                doc="data-order",
             )
         if first:
             self.units = batch.unit_samples(samples)
@@ -176,7 +178,7 @@ class BackwardPass:
         """Contributions to derived values become contributions to parameters.
 
         Args:
-            ranks: who gather the parameters from which they are derived, where these are spread.
+            ranks: gather the parameters from which the values are derived, if these are sharded.
         """
         by_graph: dict[Any, list[tuple[Any, Tensor]]] = {}
         for held in self._derived.values():
@@ -235,9 +237,10 @@ class BackwardPass:
                 norm, entry.records = joint.norm_sq(), [joint]
             if norm.shape != (samples,):
                 raise GraphError(
-                    f"a rule recorded norms of shape {list(norm.shape)} for a parameter of shape "
-                    f"{list(parameter.shape)}, but there are {samples} samples; a record holds "
-                    "the samples along axis 0"
+                    f"A rule recorded norms of shape {list(norm.shape)} for a parameter of shape "
+                    f"{list(parameter.shape)}, but the batch has {samples} samples. Record gradients "
+                    "with the samples along axis 0.",
+                    doc="layer-rule",
                 )
             norms.append(norm)
         # The finest type in use; a coarser norm grows by what its own rounding may hide.

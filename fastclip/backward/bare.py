@@ -2,9 +2,8 @@
 
 The node returns its input's gradient and lists the input and the output's gradient; a layer that
 normalizes lists samples' gradients, of one call of `fastclip.ops`. What is listed becomes records when
-the pass ends. A call for which anything is out of the ordinary (a transform, a checkpoint or other hooks
-on saved tensors, samples that lie elsewhere, parameters that were replaced) goes its usual way, through
-`PrivateLayer`, in the same pass.
+the pass ends. A call that is not standard (a transform, a checkpoint or other hooks on saved tensors,
+another batch axis, replaced parameters) goes through `PrivateLayer` in the same pass.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from fastclip.samples.layout import BatchLayout
 
 _CHOSEN = os.environ.get("FASTCLIP_NODES", "")
 nodes: Any
-"""Who makes them: fastclip._step, or the same in Python."""
+"""The module that makes them: fastclip._step, or the same in Python."""
 try:
     if _CHOSEN in ("0", "python"):
         raise ImportError(f"FASTCLIP_NODES={_CHOSEN}")
@@ -45,12 +44,12 @@ try:
 except ImportError as error:
     nodes, WHY_NOT = python_nodes, str(error)
 SERVES = _CHOSEN != "0"
-"""Else layers go their usual way."""
+"""Whether layers may be bare; else all go through `PrivateLayer`."""
 
 Left = tuple[int, Forward, Any, Tensor, Any, Any, Any]
 """What a layer leaves: its number, the forward pass, its input and its output's gradient (of one that
 normalizes samples' gradients of weight and bias; none where the weight of a linear layer takes no part),
-its weight and bias where they take part, and what its rule's `prepare` has said beside the input."""
+its weight and bias where they take part, and the second result of its rule's `prepare`."""
 Listed = tuple[
     list[int], list[Forward], list[Any], list[Tensor], list[Any], list[Any], list[Any], bool
 ]
@@ -91,14 +90,14 @@ class BareLayers:
         self.listed = self.taken = 0
         """Calls of bare layers that the last pass has taken: when it ended, and while it ran."""
         self._hooks: list[Any] = []
-        """On gradients of `parameters`, when they were last found to be guards: no Snapshot, for it is
-        asked for twice in every pass, and what is new is looked at, not refused."""
+        """Hooks on gradients of `parameters`, all guards when last checked. This is no Snapshot, because
+        every pass asks twice, and a new hook is checked instead of raising an error."""
         self._planned: tuple[BatchLayout, int] | None = None
         self._begun: Forward | None = None
         """The forward pass that runs, and may have bare layers."""
         self.slots = nodes.Slots() if SERVES else None
         self.laid = False
-        """Calls have taps in the forward pass that runs."""
+        """Calls of the running forward pass have taps (`fastclip.backward.tapped`)."""
         self._users: set[str] = set()
         """Modules that use parameters by themselves."""
         self.tapped = TappedLayers(self.slots)
@@ -117,7 +116,7 @@ class BareLayers:
         return BareLayers, ()
 
     def begin(self, forward: Forward) -> None:
-        """A forward pass of the model begins whose layers may be bare."""
+        """Begin a forward pass of the model, in which layers may be bare."""
         layout = forward.layout
         self.end()
         if self.slots is None or not self.layers or layout is None or forward.batch_size is None:
@@ -131,14 +130,14 @@ class BareLayers:
             self._begun = forward
 
     def lays(self, inputs: Iterable[Tensor]) -> bool:
-        """Torch.compile may trace the forward pass that has begun: its calls get taps.
+        """Give the calls taps, because torch.compile may trace the forward pass that has begun.
 
         Args:
             inputs: of the model.
 
         Returns:
-            False if it is to run as it is: what its layers list is not known yet, or there are no
-            samples.
+            False if it must run without them: the lists of its layers are not known yet, or there are
+            no samples.
         """
         forward = self._begun
         if forward is None or forward.layout is None or forward.layout.axis:
@@ -153,8 +152,8 @@ class BareLayers:
         return self.laid
 
     def traced(self, path: str) -> bool:
-        """Torch.compile traces a call of this part of the model, and may go on: its private layers have
-        taps, or no gradient is asked for, and no parameter is used by itself."""
+        """Whether torch.compile traces this part of the model and may continue: its private layers have
+        taps and no parameter is used by itself, or no gradient is computed."""
         if not torch.compiler.is_dynamo_compiling():
             return False
         return not torch.is_grad_enabled() or (self.laid and path not in self._users)
@@ -202,8 +201,8 @@ class BareLayers:
         return bool(nodes.slots_of(node) == self.slots.address)
 
     def opened(self, now: bool) -> None:
-        """Whether a backward pass runs, at whose end `settle` is called. What was listed before it began
-        belongs to another, which ends with an error."""
+        """Say whether a backward pass runs that ends with `settle`. Entries listed before it began
+        belong to another pass, which ends with an error."""
         if self.slots is not None:
             if now:
                 self.slots.take()
@@ -212,7 +211,7 @@ class BareLayers:
             self.slots.opened = now
 
     def drop(self) -> None:
-        """No pass runs, forward or backward; what one that has failed has left is let go of."""
+        """Drop what a failed pass has left; no pass runs, forward or backward."""
         if self.slots is not None:
             self.slots.opened = False
             self.end()
@@ -240,22 +239,23 @@ class BareLayers:
         self.check_hooks(grad_state.check_hooks)
         if not self.are_as_they_were():
             raise GraphError(
-                "a layer's methods were replaced between the model's forward pass and the end of the "
-                "backward pass. Replace them before the forward pass, and call make_private again"
+                "A layer's methods were replaced between the model's forward pass and the end of the "
+                "backward pass. Replace them before the forward pass, and call make_private again.",
+                doc="changed-tensors",
             )
         if self.listed:
             self.settles(grad_state, found)
 
 
 def _refuse(address: int, number: int) -> None:
-    """A node was reached by a backward pass that nobody has opened."""
+    """Raise an error: a node was reached by a backward pass that was not opened."""
     bare = _ALL.get(address)
     handle, module = bare.layers[number] if bare is not None else (None, None)
     raise unopened("a private layer" if handle is None else where(handle.path, module))
 
 
 def _take(address: int, one: Left) -> None:
-    """A layer has left this, of which nothing is to be held."""
+    """Take what a layer has left, without holding any of it."""
     bare = _ALL[address]
     bare.taken += 1
     if bare.tapped.learning is not None:
@@ -285,7 +285,7 @@ for made_by in {nodes, python_nodes}:
 
 
 ROOM = 1 << 20
-"""Bytes of sums that come into being at once; the operands of their layers are let go of then."""
+"""Bytes of sums that are computed at once; the operands of their layers are freed then."""
 
 
 @dataclass
@@ -339,7 +339,7 @@ class LinearStack:
             last = first
 
     def _first_of(self, last: int) -> int:
-        """The first of the layers before the `last`, counted from 1, whose sums have room together."""
+        """The first of the layers before the `last`, counted from 1, with sums that fit together."""
         first, size = last - 1, self.parameters[last - 1].nbytes
         while first and (size := size + self.parameters[first - 1].nbytes) <= ROOM:
             first -= 1

@@ -46,7 +46,7 @@ class ClippingState:
         self.current = self.next
         """Those at which the current (or last) logical batch is clipped."""
         self.paid = self.next
-        """Those of the last real step; others may follow from counts that nobody accounts for."""
+        """Those of the last real step; later ones may follow from counts not yet accounted for."""
         self.noisy_counts: Tensor | None = None
         """Of the last real step."""
         self.step = 0
@@ -59,10 +59,10 @@ class ClippingState:
         self._counts: Tensor | None = None
         """Raw counts of the logical batch so far. NOT private: never shown, never saved."""
         self._drawn: tuple[Tensor, float] | None = None
-        """Noisy counts drawn ahead of the step ("same_step"), and their sigma_count."""
+        """Noisy counts from before the step ("same_step"), and their sigma_count."""
         self._groups: Tensor | None = None
         self.ranks: Ranks | None = None
-        """Who trains the same model on other samples; their counts are counted together."""
+        """The ranks that train the same model on other samples; their counts are added up."""
 
     # Noise levels
 
@@ -100,7 +100,7 @@ class ClippingState:
 
     @property
     def max_grad_norms(self) -> list[float]:
-        """One a layer."""
+        """One per layer."""
         return self.next.threshold.reshape(-1).tolist()
 
     # Groups
@@ -113,7 +113,7 @@ class ClippingState:
         ):  # fmt: skip
             got = f"{ids.dtype}, {(*ids.shape,)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise ArgumentTypeError(
-                f"set_groups expects the group of each row as an int64 tensor [b], got {got}"
+                f"set_groups expects the group of each sample as an int64 tensor [b], got {got}."
             )
         groups = self.strategy.threshold.num_groups
         if groups is None:
@@ -123,7 +123,8 @@ class ClippingState:
         if ids.device.type == "cpu" and not placeholder and bool(outside.any()):
             raise ArgumentError(
                 f"set_groups expects groups from 0 to {groups - 1} (num_groups={groups}), got "
-                "values outside; rows of no group need one of their own"
+                "values outside. Give samples of no group a group of their own.",
+                doc="groups",
             )
         self._groups = ids.masked_fill(outside, -1)
 
@@ -131,7 +132,11 @@ class ClippingState:
         """The number of each part of a batch, while the groups that were set are those of the part."""
         groups = None if len(sizes) == 1 else self._groups
         if groups is not None and len(groups) != sum(sizes):
-            raise StepError(f"engine.set_groups got {len(groups)} groups for {sum(sizes)} rows")
+            raise StepError(
+                f"engine.set_groups got {len(groups)} groups for {sum(sizes)} samples. Pass the group "
+                "of every sample of this batch.",
+                doc="groups",
+            )
         parts = groups.split(sizes) if groups is not None else [self._groups] * len(sizes)
         for number, self._groups in enumerate(parts):
             yield number
@@ -139,7 +144,7 @@ class ClippingState:
     def _take_groups(
         self, samples: int, device: torch.device, placeholder: bool, units: UnitSamples | None
     ) -> Tensor | None:
-        """The groups of this pass, used up by it: a stale one must never serve another batch."""
+        """The groups of this pass, used up by it: stale groups are never used for another batch."""
         if self.strategy.threshold.num_groups is None:
             return None
         groups, self._groups = self._groups, None
@@ -148,16 +153,18 @@ class ClippingState:
         name = type(self.strategy.threshold).__name__
         if groups is None:
             raise StepError(
-                f"clipping with {name} needs the group of every row: call engine.set_groups(ids), "
-                "ids an int64 tensor [b], before each backward pass"
+                f"Clipping with {name} needs the group of every sample. Call engine.set_groups(ids), "
+                "with ids an int64 tensor [b], before each backward pass.",
+                doc="groups",
             )
         expected = samples if units is None else len(units)
         if units is not None and len(groups) * units.views == expected:  # of samples, not of views
             groups = groups.repeat_interleave(units.views)
         if len(groups) != expected:
             raise StepError(
-                f"engine.set_groups got {len(groups)} groups for a backward pass of {expected} rows; "
-                "call it with the ids of this very (physical) batch"
+                f"engine.set_groups got {len(groups)} groups for a backward pass of {expected} "
+                "samples. Call it with the groups of this physical batch.",
+                doc="groups",
             )
         groups = groups.to(device, non_blocking=True)
         return groups if units is None else groups.index_select(0, units.firsts(device))
@@ -172,11 +179,11 @@ class ClippingState:
 
         Args:
             norm_sq: squared norms of the parameters that took part, [l, b].
-            layers: their samples in a per-layer state, int64 [l].
+            layers: their rows in a per-layer state, int64 [l].
             fresh: the first physical batch of its logical batch.
-            placeholder: its one sample stands for an empty draw: it is neither counted nor summed.
-            units: where samples are clipped by units, b of them: a unit is in the group of its
-            first sample.
+            placeholder: its one sample stands for an empty sampled batch, neither counted nor summed.
+            units: if samples are clipped by units, b of them. A unit is in the group of its first
+                sample.
         """
         policy = self.strategy.threshold
         if policy.same_step and not fresh:
@@ -186,7 +193,7 @@ class ClippingState:
         self.next = self.next.to(device)
         state, counts, drawn = self.next if fresh else self.current, self._counts, self._drawn
         counted = policy.count_noise_ratio is not None and not placeholder
-        if counted:  # a launch that fails leaves the old ones
+        if counted:  # if a launch fails, the old ones are unchanged
             counts = self._no_counts() if counts is None else counts.clone()
         scaled = partial(ops.clip_scale, norm_sq, self.strategy)
         scales, norms = scaled(state, groups, layers, counts if counted else None)
@@ -216,7 +223,7 @@ class ClippingState:
         return found if self.ranks is None else self._of_first(*found)
 
     def _of_first(self, noisy: Tensor, moved: Thresholds) -> tuple[Tensor, Thresholds]:
-        """What the first rank has drawn, and where it leads, bit for bit on all of them."""
+        """The first rank's noisy counts and new thresholds, bit for bit on all ranks."""
         assert self.ranks is not None
         noisy, *values = self.ranks.of_first([noisy, *moved.tensors().values()])
         return noisy, Thresholds(**dict(zip(moved.tensors(), values, strict=True)))
@@ -228,7 +235,7 @@ class ClippingState:
         return self.strategy.sensitivity(self.current)
 
     def discard(self) -> None:
-        """The sums of the logical batch were cleared: so are its counts, and what follows from them."""
+        """Clear the counts of the logical batch, and what follows from them, as its sums are."""
         self._counts = self._drawn = None
         self.current = self.paid
 
@@ -250,7 +257,7 @@ class ClippingState:
         self._counts = self._drawn = self._groups = None
 
     def advance(self) -> None:
-        """The real step has been accounted; the schedule goes on."""
+        """Advance the schedule: the real step has been accounted for."""
         self.step += 1
 
     def snapshot(self) -> tuple[Any, ...]:
@@ -263,14 +270,14 @@ class ClippingState:
         self.discard()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raw counts, groups and thresholds not accounted for are neither copied nor pickled."""
+        """Omit raw counts, groups and thresholds that are not accounted for from copies and pickles."""
         left = dict.fromkeys(("_counts", "_drawn", "_groups", "ranks"))
         return {**self.__dict__, **left, "current": self.paid}
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Thresholds, noisy counts and the step; None where nothing ever changes.
+        """Thresholds, noisy counts and the step; None if the strategy is constant.
 
         Neither raw counts nor anything of the noise: no generator, no multiplier.
         """
@@ -292,8 +299,10 @@ class ClippingState:
             if (saved is None) != self.strategy.constant:
                 held = "no" if saved is None else "another strategy's"
                 say(
-                    f"the checkpoint holds {held} state of a clipping strategy: "
-                    f"{self.strategy.kind} goes on from where it is"
+                    f"The checkpoint holds {held} state of a clipping strategy, so "
+                    f"{self.strategy.kind} keeps its current state. Load the checkpoint into the "
+                    "strategy that it was saved from.",
+                    doc="checkpoints",
                 )
             return
         values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
@@ -303,14 +312,17 @@ class ClippingState:
         kind = saved.get("strategy", self.strategy.kind)
         if found != shapes or kind != self.strategy.kind:
             raise ArgumentError(
-                f"the checkpoint holds the state of {kind} with {found}, this strategy is "
-                f"{self.strategy.kind} with {shapes}; load it into the strategy it was saved from"
+                f"The checkpoint holds the state of {kind} with {found}, but this strategy is "
+                f"{self.strategy.kind} with {shapes}. Load it into the strategy that it was saved from.",
+                doc="checkpoints",
             )
         if any(not bool(((v >= SMALLEST) & (v <= LARGEST)).all()) for v in values.values()):
             raise ArgumentError(
-                f"the checkpoint's thresholds expect numbers from {SMALLEST} to {LARGEST}"
+                f"The checkpoint's thresholds are outside the range from {SMALLEST} to {LARGEST}. "
+                "Load a checkpoint that is not damaged.",
+                doc="checkpoints",
             )
-        self.step = whole("the checkpoint's step", saved.get("step", 0), 0)
+        self.step = whole("The checkpoint's step", saved.get("step", 0), 0)
         device = self.next.threshold.device
         values = {n: v.to(device, torch.float64, copy=True) for n, v in values.items()}
         self.next = Thresholds(**values)

@@ -1,4 +1,4 @@
-"""What a backward pass refuses: leaked gradients, second engines, BatchNorm, tensors outside."""
+"""Checks of a backward pass: leaked gradients, second engines, BatchNorm, tensors outside."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from fastclip.core.autograd import above_private
 from fastclip.core.opacus_names import OPACUS_MARK
 from fastclip.core.torch_names import BatchNormBase, gradient_hooks, hooks_of, transformed
 from fastclip.errors import (
-    VALUES_IN_LOSSES,
     GradSampleError,
     GraphError,
     ParameterLeakError,
     StepError,
     UnsupportedLayerError,
     say,
+    where,
 )
 from fastclip.trace.findings import Report
 
 # -------------------------------------------------------------------------------------------------
-# What `p.grad_sample` of a private parameter is after a pass: an error for whoever reads it.
+# The value of `p.grad_sample` of a private parameter after a pass: reading it raises an error.
 #
-# Programs around Opacus read per-sample gradients between backward and step. None are kept here,
-# and `None` in their place would say so only by an error about `None`.
+# Programs around Opacus read per-sample gradients between backward and step. None are kept here, and
+# `None` instead of them would only lead to an error about `None`.
 
 
 _SAYS = (
-    "p.grad_sample was read, but no per-sample gradients are kept; read optimizer.per_sample_norms and "
-    "p.summed_grad, or make the model private with FastPrivacyEngine and grad_sample_mode='hooks'"
+    "p.grad_sample was read, but the fast mode keeps no per-sample gradients. Read "
+    "optimizer.per_sample_norms and p.summed_grad, or pass grad_sample_mode='hooks' to make_private."
 )
 
 
-def _refuse(*args: Any, **options: Any) -> NoReturn:
+def _raise(*args: Any, **options: Any) -> NoReturn:
     raise GradSampleError(_SAYS)
 
 
 class NotKept:
-    """In the place of per-sample gradients; false, and saved as an empty dict."""
+    """Stands for per-sample gradients that are not kept; false, and saved as an empty dict."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class NotKept:
         return "<per-sample gradients are not kept>"
 
     def __reduce__(self) -> Any:
-        return OrderedDict, ()  # which torch.load takes, as it does not take None's type
+        return OrderedDict, ()  # torch.load accepts it, but not None's type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotKept:
         return self
@@ -65,22 +65,22 @@ class NotKept:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse()
+        _raise()
 
     @classmethod
     def __torch_function__(cls, *args: Any, **options: Any) -> NoReturn:
-        _refuse()
+        _raise()
 
-    __len__ = __getitem__ = __iter__ = __neg__ = __abs__ = __float__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
+    __len__ = __getitem__ = __iter__ = __neg__ = __abs__ = __float__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _raise
 
 
 NOT_KEPT = NotKept()
 
 
 def show(parameters: Iterable[nn.Parameter], kept: NotKept | None = NOT_KEPT) -> None:
-    """A pass has contributed, or what passes have left is cleared."""
+    """Set `p.grad_sample`, because a pass has contributed or the sums were cleared."""
     for p in parameters:
         p.grad_sample = kept  # type: ignore[attr-defined]
 
@@ -89,17 +89,17 @@ def show(parameters: Iterable[nn.Parameter], kept: NotKept | None = NOT_KEPT) ->
 
 
 class LeakGuard:
-    """Raises when autograd computes a gradient of a private parameter.
+    """Raises an error when autograd computes a gradient of a private parameter.
 
-    Private layers and uses return none for their parameters, so a gradient can only come from what
-    torch shows to no one (custom and scripted functions, a loss), which would be unclipped. A copy is
-    born unarmed: hooks belong to the parameters.
+    Private layers and uses return no gradient for their parameters. So a gradient comes from something
+    that torch does not show (custom and scripted functions, a loss), and would be unclipped. A copy is
+    unarmed, because hooks belong to the parameters.
     """
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._others: set[nn.Parameter] = set()
-        """Guarded while they are trainable, though nobody trains them privately."""
+        """Guarded while they are trainable, although they are not trained privately."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeakGuard:
         return LeakGuard()
@@ -111,21 +111,21 @@ class LeakGuard:
         """Guard these parameters; does nothing if armed.
 
         Args:
-            grad_state: tells which gradients hold no data.
+            grad_state: says which gradients hold no data.
         """
         if not self._handles:
             self._handles = [
-                p.register_hook(partial(_met, name, ref(p), ref(grad_state)))
+                p.register_hook(partial(_check_private, name, ref(p), ref(grad_state)))
                 for p, name in names.items()
                 if p.requires_grad
             ]
 
     def arm_others(self, others: Mapping[nn.Parameter, str], grad_state: Any) -> None:
-        """Guard what the private optimizer does not have, as far as it has become trainable.
+        """Guard parameters outside the private optimizer that have become trainable.
 
         Args:
-            others: their names. grad_state: tells whether a private backward pass runs; in another
-                they may train.
+            others: their names. grad_state: says whether a private backward pass runs; in other
+                passes they may train.
         """
         for p, name in others.items():
             if p.requires_grad and p not in self._others:
@@ -142,138 +142,139 @@ class LeakGuard:
         self._others.clear()
 
 
-def _met(
+def _check_private(
     name: str, parameter: ref[nn.Parameter], grad_state: ref[Any], gradient: Tensor | None
 ) -> None:
-    owner, p = grad_state(), parameter()
+    state, p = grad_state(), parameter()
     if gradient is None:
         return
-    if owner is None or p is None or not owner.is_penalty(p, gradient):
+    if state is None or p is None or not state.is_penalty(p, gradient):
         raise ParameterLeakError(
-            f"parameter {name!r} was used where it could not be followed (a custom autograd function, "
-            "a scripted function, a value that the model returns), so its gradient would be unclipped; "
-            "use torch's own functions in the model's forward, write the layer's rule with "
-            "@fastclip.rules.register_rule, or freeze the parameter; a penalty without data must be in "
-            f"the loss from the first step on, in one form; {VALUES_IN_LOSSES}"
+            f"Parameter {name!r} is used where fastclip cannot follow it, such as a custom autograd "
+            "function or the loss, so its gradient would not be clipped. Use torch's functions in the "
+            "model's forward, or freeze the parameter."
         )
-    owner.penalties.take(p, grad_state)
+    state.penalties.take(p, grad_state)
 
 
 def arm(grad_state: Any) -> None:
-    """Guard every parameter of a model that is trainable, whoever trains it."""
+    """Guard every trainable parameter of a model, in the private optimizer or not."""
     grad_state.guard.arm(grad_state.names, grad_state)
     grad_state.guard.arm_others(grad_state.others, grad_state)
 
 
 def _check_gradient(name: str, grad_state: ref[Any], gradient: Tensor | None) -> None:
-    owner = grad_state()
-    if gradient is not None and owner is not None and owner.running:
+    state = grad_state()
+    if gradient is not None and state is not None and state.running:
         raise ParameterLeakError(
-            f"parameter {name!r} is trainable, but not in the private optimizer, so its gradient would "
-            "be neither clipped nor noised; freeze it (requires_grad_(False)), or give it to the "
-            "optimizer before make_private"
+            f"Parameter {name!r} is trainable but not in the private optimizer, so its gradient would "
+            "get neither clipping nor noise. Freeze it with requires_grad_(False), or pass it to the "
+            "optimizer before make_private.",
+            doc="optimizers",
         )
 
 
-_OWN = (_met, _check_gradient)
-"""Hooks that look whether there is a gradient."""
+_OWN = (_check_private, _check_gradient)
+"""Hooks that check whether there is a gradient."""
 _FUNCTION = attrgetter("func")
 
 
 def is_guarded(x: Tensor) -> bool:
-    """It is a parameter of a private model, whose gradient has a guard of its own."""
+    """Whether it is a parameter of a private model, which has a guard of its own."""
     return any(getattr(hook, "func", None) in _OWN for hook in gradient_hooks(x))
 
 
 def say_untrained(others: Mapping[nn.Parameter, str]) -> None:
-    """Warn of trainable parameters that nobody will train."""
+    """Warn of trainable parameters that no optimizer trains."""
     names = [name for p, name in others.items() if p.requires_grad]
     if names:
-        say(untrained(names))
+        say(untrained(names), doc="optimizers")
 
 
 def untrained(names: Sequence[str]) -> str:
-    """What is said of trainable parameters that the private optimizer does not have."""
+    """The warning about trainable parameters that the private optimizer does not have."""
     return (
-        f"{len(names)} trainable parameters are not in the private optimizer ({names[0]}, ...): they "
-        "are not trained, whatever other optimizer holds them; freeze them (requires_grad_(False)), "
-        "which saves their backward pass, or give all to one optimizer"
+        f"{len(names)} trainable parameters ({names[0]}, ...) are not in the private optimizer, so no "
+        "optimizer trains them. Freeze them with requires_grad_(False), or pass all parameters to one "
+        "optimizer before make_private."
     )
 
 
 def check_plain() -> None:
-    """Refuse a forward pass inside a transform or a trace, neither of which a pass can begin from.
+    """Check that the forward pass is not inside a transform or a trace.
 
     Raises:
-        GraphError: saying what to give them.
+        GraphError: it is, so its samples cannot be followed.
     """
     if transformed() or torch.jit.is_tracing():
         raise GraphError(
-            "the private model runs inside torch.func (grad, vjp, jvp, vmap) or a trace "
-            "(torch.jit.trace, torch.onnx.export), where its samples cannot be followed: run it under "
-            "torch.no_grad(), or give these a copy that is not private (copied = copy.deepcopy(model); "
-            "copied.cleanup(); fastclip.unwrap(copied))"
+            "The private model runs inside torch.func (grad, vmap) or a trace (torch.jit.trace, "
+            "torch.onnx.export), where its samples cannot be followed. Run it under torch.no_grad(), or "
+            "call cleanup() on a deep copy and pass fastclip.unwrap(copy).",
+            doc="untracked-use",
         )
 
 
 def check_hooks(names: Mapping[nn.Parameter, str], parameters: Collection[nn.Parameter]) -> None:
-    """Refuse gradient hooks on private parameters, which would never run.
+    """Check that private parameters have no gradient hooks, which would never run.
 
-    Autograd computes no gradient of them: a mask or a clamp set as a hook would be left out silently.
+    Autograd computes no gradient of them, so a mask or a clamp in a hook would be omitted silently.
 
     Raises:
         UnsupportedLayerError: naming the parameter.
     """
     hooks = hooks_of(parameters)
     if {*map(type, hooks)} <= {partial} and {*map(_FUNCTION, hooks)} <= {*_OWN}:
-        return  # as nearly always
+        return  # the usual case
     for parameter in parameters:
         for hook in gradient_hooks(parameter):
             if getattr(hook, "func", None) not in _OWN and parameter.requires_grad:
                 raise UnsupportedLayerError(
-                    f"parameter {names[parameter]!r} has a hook on its gradient (register_hook or "
-                    "register_post_accumulate_grad_hook), which would not run: its per-sample "
-                    "gradients are clipped without one; remove the hook, and do its work on the "
-                    "parameter after optimizer.step(), or in the forward pass"
+                    f"Parameter {names[parameter]!r} has a hook on its gradient (register_hook or "
+                    "register_post_accumulate_grad_hook), which would not run. Remove the hook, and "
+                    "change the parameter after optimizer.step() instead.",
+                    doc="untracked-use",
                 )
 
 
 def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
-    """Refuse parameters that were frozen at make_private and are not any more.
+    """Check that parameters that were frozen at make_private still are.
 
-    No Snapshot, nor are `check_alone` and `check_batch_norm`: of a copy of the model it is refused, too,
-    whatever it was when it was made.
+    Like `check_alone` and `check_batch_norm` this uses no Snapshot: a copy of the model raises the error
+    too, whatever its state when it was made.
     """
     thawed = [name for parameter, name in frozen.items() if parameter.requires_grad]
     if thawed:
         more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""
         raise StepError(
-            f"parameters {thawed[:3]}{more} have become trainable since make_private, which does not "
-            "clip them; call make_private again after unfreezing, or, to unfreeze gradually, let all be "
-            "trainable at make_private, freeze them before the first step, and unfreeze them later"
+            f"Parameters {thawed[:3]}{more} became trainable after make_private, so their gradients "
+            "would not be clipped. Call make_private again after unfreezing, or freeze them between "
+            "make_private and the first step.",
+            doc="changed-model",
         )
 
 
 def check_alone(names: Mapping[nn.Parameter, str]) -> None:
-    """Refuse parameters that another engine has taken hold of since make_private.
+    """Check that no other engine has made these parameters private since make_private.
 
-    Opacus' own engine cannot be stopped from doing so, but leaves its marks on the parameters.
+    Opacus' own engine cannot be stopped from doing so, but it leaves marks on the parameters.
     """
     for p, name in names.items():
         own = p.__dict__
         kept = own.get("grad_sample")
         if OPACUS_MARK in own or not (kept is None or kept is NOT_KEPT):
             raise StepError(
-                f"parameter {name!r} was made private by another engine (Opacus') while this one "
-                "still clips it, so that every sample would be released twice; call cleanup() on what "
-                "one of the two make_private calls returned before the other trains"
+                f"Parameter {name!r} was made private by a second engine (Opacus'), so every sample "
+                "would be released twice. Call cleanup() on the model that one of the two make_private "
+                "calls returned.",
+                doc="wrapped-model",
             )
 
 
 class NonFiniteMonitor:
     """Warns once that a sample's gradient was not finite; on a GPU it never waits to know.
 
-    Only where it is enabled: the warning looks at one sample's data, so it is for debugging and not
+    It is off by default. The warning depends on one sample's data, so it is for debugging and is not
     private.
     """
 
@@ -287,7 +288,7 @@ class NonFiniteMonitor:
         """A copy has seen nothing."""
         return NonFiniteMonitor, ()
 
-    def look(self, norms: Tensor) -> None:
+    def check(self, norms: Tensor) -> None:
         """Note the norms [b] of a backward pass."""
         if self._warned or not self.enabled:
             return
@@ -295,10 +296,10 @@ class NonFiniteMonitor:
             if not bool(torch.isfinite(norms).all()):
                 self._warn()
         elif norms.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._look_later(norms)
+            self._check_later(norms)
 
-    def _look_later(self, norms: Tensor) -> None:
-        """A copy to pinned memory, read in a later pass, once the device has written it."""
+    def _check_later(self, norms: Tensor) -> None:
+        """Copy to pinned memory, which a later pass reads once the device has written it."""
         if self._flag is None:
             self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             self._flag.copy_(torch.isfinite(norms).all(), non_blocking=True)
@@ -312,16 +313,14 @@ class NonFiniteMonitor:
     def _warn(self) -> None:
         self._warned = True
         say(
-            "a sample's gradient is not finite (NaN or inf); it contributes exactly zero and "
-            "training goes on. This warning is given once; it is not private"
+            "A sample's gradient is not finite (NaN or inf), so it contributes exactly zero. Set "
+            "optimizer.warn_of_non_finite = False to omit this warning, which is not private.",
+            doc="non-finite-samples",
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# BatchNorm couples the samples of a batch: refused at first, and whenever it would train again.
-
-
-WAY_OUT = "FastPrivacyEngine.get_compatible_module(model) replaces it"
+# BatchNorm couples the samples of a batch. It raises an error at first, and when it would train again.
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -330,12 +329,13 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def check_batch_norm(path: str, module: nn.Module) -> None:
-    """Refuse a BatchNorm that is trained, or that uses the statistics of the batch."""
+    """Check for a BatchNorm that is trained, or that uses the statistics of the batch."""
     if is_batch_norm(module) and (module.training or trained(module)):
         raise UnsupportedLayerError(
-            f"{path or 'the model'} ({type(module).__name__}): BatchNorm makes each sample's output "
-            f"depend on the rest of its batch, so no per-sample gradient exists; {WAY_OUT} by "
-            "GroupNorm" + ("" if trained(module) else ", or .eval() freezes its statistics")
+            f"{where(path, module)}: BatchNorm makes each sample's output depend on the other samples "
+            "of the batch. Replace it by GroupNorm with engine.get_compatible_module(model)"
+            + ("." if trained(module) else ", or freeze its statistics with .eval()."),
+            doc="coupled-samples",
         )
 
 
@@ -345,14 +345,14 @@ def trained(module: nn.Module) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Trained tensors that are none of the model's, as a traced step meets them beside data.
+# Trained tensors outside the model that meet data in a traced step.
 
 
 def watch_outside(held: weakref.ref[Any], x: Tensor, line: str) -> None:
-    """Let no gradient come to such a tensor in a pass that trains the model, too.
+    """Raise an error if a pass that trains the model brings a gradient to such a tensor.
 
     Args:
-        held: the step (fastclip.backward.traced_step). x: the tensor. line: of the user's, where it met
+        held: the step (fastclip.backward.traced_step). x: the tensor. line: the user's line where it met
             data.
     """
     step = held()
@@ -363,7 +363,7 @@ def watch_outside(held: weakref.ref[Any], x: Tensor, line: str) -> None:
         if not any(hasattr(node, "variable") for node in below):
             return  # computed by private models alone
 
-    def came(gradient: Tensor | None) -> None:
+    def check(gradient: Tensor | None) -> None:
         step = held()
         if gradient is None or step is None:
             return
@@ -372,15 +372,15 @@ def watch_outside(held: weakref.ref[Any], x: Tensor, line: str) -> None:
             raise trained_outside(step.tracer.report, x, line)
 
     with step.tracer.aside():
-        step.handles.append(x.register_hook(came))
+        step.handles.append(x.register_hook(check))
 
 
 def trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError:
-    """The error of a pass that trains such a tensor, noted in the report."""
+    """The error for a pass that trains such a tensor; the report records it."""
     report.outside.append((f"{list(x.shape)}", line))
     kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
     return ParameterLeakError(
-        f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
-        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
-        "before make_private, or detach it."
+        f"A {kind} of shape {list(x.shape)} outside the private model is trained at {line}, and its "
+        "gradient gets neither clipping nor noise. Make it a parameter of the model before "
+        "make_private, or detach it."
     )

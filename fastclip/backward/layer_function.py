@@ -1,4 +1,4 @@
-"""The private autograd function, and what a rule's backward may see and do."""
+"""The private autograd function, and the interface of a rule's backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastclip.samples.calls import Forward
 
 
 class Call:
-    """What a layer's call leaves for its backward, apart from tensors that autograd watches."""
+    """What a layer's call keeps for its backward, except tensors that autograd tracks."""
 
     def __init__(
         self, handle: SeenLayer, module: nn.Module, forward: Forward, batch_axis: BatchAxis, extra: Any,
@@ -34,10 +34,10 @@ class Call:
         self.sample_order = forward.sample_order
         self.paused = handle.grad_state.paused
         self.seen: Seen | None = None
-        """What the trace knows of the output."""
+        """What the trace knows about the output."""
 
     def samples_of(self, x: Tensor) -> Tensor | None:
-        """The sample of every entry of the input or output, as an attribution; None if unknown."""
+        """Sample attribution of every entry of the input or output; None if unknown."""
         order, batch_axis, batch = self.sample_order, self.batch_axis, self.forward.batch_size
         if order is not None:
             return order[: x.shape[0]].cpu().view([-1] + [1] * (x.dim() - 1))
@@ -51,7 +51,7 @@ class Call:
 
 @private_function
 class PrivateLayer(Function):
-    """A layer whose backward returns the input's gradient only."""
+    """A layer with a backward that returns the input's gradient only."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class PrivateLayer(Function):
             call.handle.bypass = False
         if type(operands) is not tuple or not _are_tensors(operands):
             raise TypeError(
-                f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
-                f"but these are {_kinds(operands)}"
+                f"{type(rule).__name__}.forward must return the output and a tuple of tensors to save, "
+                f"got {_kinds(operands)}."
             )
         ctx.set_materialize_grads(False)
         save(ctx, *operands)
@@ -115,7 +115,7 @@ _USUAL = frozenset({Tensor, nn.Parameter, type(None)})
 
 
 def _are_tensors(saved: tuple) -> bool:
-    """Nothing but tensors, and None."""
+    """Whether all are tensors or None."""
     if _USUAL.issuperset(map(type, saved)):
         return True
     return all(x is None or isinstance(x, Tensor) for x in saved)
@@ -127,7 +127,7 @@ def _kinds(saved: Any) -> str:
 
 
 def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
-    """The parameters whose contribution this backward pass wants, by name."""
+    """The parameters that this backward pass needs contributions to, by name."""
     grad_state, parameters = call.handle.grad_state, call.parameters
     if call.paused or grad_state.paused:
         return {}
@@ -138,7 +138,7 @@ def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
 
 
 class LayerBackward(Contribution):
-    """What a rule's backward may see and do.
+    """The interface of a rule's backward.
 
     Attributes:
         g: gradient of the layer's output. saved: what its forward saved. extra: the rest of the
@@ -184,7 +184,7 @@ class LayerBackward(Contribution):
         return grad_input
 
     def samples(self, x: Tensor) -> Tensor:
-        """`x` with one entry per sample, in the order of the batch, along axis 0."""
+        """`x` with one entry per sample along axis 0, in the order of the batch."""
         order, batch_axis = self._call.sample_order, self._call.batch_axis
         if order is None:
             return (
@@ -208,13 +208,16 @@ class LayerBackward(Contribution):
             return x.shape[batch_axis.axis]
         if batch is None:
             raise GraphError(
-                f"{where(self.path, self._call.module)}: the model gives it several rows a sample, and "
-                "how many samples there are is not known in this call, of which no input has any; call "
-                "it by the model or one of its methods, with an input of one row a sample"
+                f"{where(self.path, self._call.module)} gets several entries per sample, and no input "
+                "of this call shows the number of samples. Call it through the model or one of its "
+                "methods, with an input that has one entry per sample.",
+                doc="batch-axis",
             )
         if not batch_axis.fits(x, batch):
             raise GraphError(
-                f"{self.path}: a tensor of shape {list(x.shape)} cannot hold {batch} samples"
+                f"{where(self.path)}: a tensor of shape {list(x.shape)} cannot hold {batch} samples. "
+                "Pass the layer all samples of the batch.",
+                doc="batch-axis",
             )
         return batch
 

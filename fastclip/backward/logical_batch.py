@@ -1,7 +1,7 @@
-"""One logical batch: the table of its states, its draws, and the steps that are signaled to it.
+"""One logical batch: the table of its states, its sampled batches, and the steps signaled to it.
 
-A logical batch is what one noisy step releases. It may be split into physical batches (skipped
-steps, BatchMemoryManager), whose sums stay until the real step; no gradient is released twice.
+A logical batch is what one noisy step releases. It may be split into physical batches (skipped steps,
+BatchMemoryManager). Their sums stay until the real step, and no gradient is released twice.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fastclip.errors import BatchSizeError, StepError
 from fastclip.ops.units import UnitSamples
 
 # -------------------------------------------------------------------------------------------------
-# What the sums of a logical batch are, and what may be done with them next: one table.
+# The states of the sums of a logical batch, and what may follow each of them: one table.
 #
-# No gradient is released twice, none is dropped unseen, and nothing of half-written sums goes out.
+# No gradient is released twice, none is dropped silently, and half-written sums are never released.
 # Each call of the training loop is an event, which leads from the state of the sums to another, or
-# is refused.
+# raises an error.
 
 
 class State(Enum):
-    """Of the sums between two real steps."""
+    """State of the sums between two real steps."""
 
     EMPTY = "nothing has been summed"
     GATHERED = "backward passes have contributed"
@@ -51,36 +51,33 @@ class Event(Enum):
 
 
 class Refusal(Enum):
-    """What a training loop is told."""
+    """Why an event raises an error: its message."""
 
     RETIRED = (
-        "the model of this optimizer is not private any more (it was made private again, or cleaned "
-        "up), so its gradients are not clipped for this optimizer; use the optimizer that the last "
-        "make_private returned"
+        "The model of this optimizer was made private again or cleaned up, so its gradients are not "
+        "clipped for this optimizer. Use the optimizer that the last make_private returned."
     )
     BROKEN = (
-        "the last backward pass or step failed halfway through its sums, or was interrupted; call "
-        "optimizer.zero_grad() and run the logical batch again"
+        "The last backward pass or step failed or was interrupted, so its sums are incomplete. Call "
+        "optimizer.zero_grad(), and run the logical batch again."
     )
     SECOND_PASS = (
-        "Poisson sampling is not compatible with grad accumulation: this is the second "
-        "backward pass of one physical batch, which would let a sample contribute twice. "
-        "Call optimizer.step() after every forward/backward pass, or add the losses of one batch, "
-        "and call backward() once; use BatchMemoryManager for large batches, and wrap passes that must "
-        "not train in engine.paused()"
+        "Poisson sampling is not compatible with grad accumulation: a second backward pass of one "
+        "physical batch would let a sample contribute twice. Call optimizer.step() after each backward "
+        "pass, and use BatchMemoryManager for large batches."
     )
     UNCLEARED = (
-        "Gradients haven't been cleared since the last optimizer step. In order to obtain "
-        "privacy guarantees you must call optimizer.zero_grad() on each step"
+        "Gradients haven't been cleared since the last optimizer step, so the privacy guarantee would "
+        "not hold. Call optimizer.zero_grad() on each step."
     )
     NO_PASS = (
-        "Per sample gradient is not initialized: step() came without a backward pass of "
-        "the private model; call loss.backward() first, also for an empty batch"
+        "Per sample gradient is not initialized: step() was called without a backward pass of the "
+        "private model. Call loss.backward() first, also for an empty batch."
     )
     SPLIT = (
-        "zero_grad() came between backward() and step() of a split batch: summed_grad "
-        "already holds this physical batch together with the earlier ones. Call "
-        "optimizer.step() first, or optimizer.discard_logical_batch() to give it all up"
+        "zero_grad() was called between backward() and step() of a split batch, whose sums already "
+        "include this physical batch. Call optimizer.step() first, or "
+        "optimizer.discard_logical_batch() to drop the whole batch."
     )
 
 
@@ -114,14 +111,14 @@ _ROWS: dict[State, tuple[State | Refusal, ...]] = {  # PASS, ALONE, SKIP, STEP, 
     ),
 }  # fmt: skip
 TABLE = {state: dict(zip(_COLUMNS, sample, strict=True)) for state, sample in _ROWS.items()}
-"""State -> event -> the next state, or why it is refused."""
+"""State -> event -> the next state, or the reason why it raises an error."""
 
 
 # -------------------------------------------------------------------------------------------------
 
 
 _DONE = (State.RELEASED, State.STALE, State.RETIRED)
-"""In which no draw waits for a release."""
+"""States in which no sampled batch waits for a release."""
 
 
 class LogicalBatch:
@@ -135,33 +132,33 @@ class LogicalBatch:
         self.accumulated = 1
         """Backward passes that the last step consumed."""
         self._state = State.EMPTY
-        """Of the sums, when the last change of them began."""
+        """State of the sums when their last change began."""
         self._changing = False
-        """A change of them has begun and not ended."""
+        """A change of the sums has begun and not ended."""
         self.flags: list[bool] = []
-        """Of steps to come, as the training loop signals them: True only accumulates."""
+        """One per step to come, as the training loop signals them: True only accumulates."""
         self.draws: SampledBatches | None = None
-        """Of the data loader; None where there is none."""
+        """Of the data loader; None if there is none."""
         self.account: Any = None
-        """Of the steps that are taken on these sums; its `ledger` records them."""
+        """Account of the steps on these sums; its `ledger` records them."""
         self.last_was_real, self.real_steps = False, 0
         """Whether the last step of the training loop was a release, and how many were."""
         self._spent: Spent | None = None
-        """In a copy, which no ledger counts: what the original was trained with until then."""
+        """In a copy, which has no ledger: what the original was trained with until then."""
         self._found: PhysicalBatch | None = None
         self._begun: PhysicalBatch | None = None
-        """The batch by whose units the pass under way clips; a loader in another thread draws on."""
+        """The batch with the units of the running pass; a loader in another thread may continue."""
         self._fills = False
-        """The next pass is over a placeholder sample that stands for no draw."""
+        """The next pass is over a placeholder sample that stands for no sampled batch."""
         self.next_units: UnitSamples | None = None
-        """Which samples of the next pass are clipped as one; it is used up by that pass."""
+        """Which samples of the next pass are clipped as one; that pass uses it up."""
         self.views = 1
         """Samples of the model's batch that are views of one sample, next to each other."""
 
     def signal(self, skip: bool) -> None:
-        """The step of the physical batch that comes next only accumulates, or does not.
+        """Signal whether the step of the next physical batch only accumulates.
 
-        BatchMemoryManager's sampler says so while a loader draws that batch, which keeps it.
+        BatchMemoryManager's sampler does so while a loader samples that batch, which keeps the signal.
         """
         filling = None if self.draws is None else self.draws.filling
         skip = skip or (filling is not None and filling.left > 0)
@@ -181,7 +178,7 @@ class LogicalBatch:
 
     @property
     def state(self) -> State:
-        """Of the sums; what it allows is in the table of states."""
+        """State of the sums; the table of states says what it allows."""
         broken = self._changing and not self.retired
         return State.BROKEN if broken else self._state
 
@@ -195,34 +192,35 @@ class LogicalBatch:
         self._state = State.RETIRED
 
     def _after(self, event: Event) -> State:
-        """Where an event leads.
+        """The state that an event leads to.
 
         Raises:
-            StepError: it is refused.
+            StepError: the table does not allow it.
         """
         outcome = TABLE[self.state][event]
         if isinstance(outcome, Refusal):
-            raise StepError(outcome.value)
+            retired = outcome is Refusal.RETIRED
+            raise StepError(outcome.value, doc="optimizers" if retired else None)
         return outcome
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The sums, or what is said of them, change inside; an error (Ctrl-C) leaves them broken."""
+        """The sums, or their records, change inside; an error (Ctrl-C) leaves them broken."""
         self._changing = True
         yield
         self._changing = False
 
     def unchanged(self) -> None:
-        """The change that has begun was refused before it touched the sums."""
+        """The change that has begun raised an error before it touched the sums."""
         self._changing = False
 
     def break_off(self) -> None:
-        """Some of what was to contribute together has, and the rest has failed."""
+        """Mark the sums as broken: a part of a common contribution has failed."""
         self._changing = True
 
     @contextmanager
     def abandon(self) -> Iterator[None]:
-        """Forget the logical batch that is being gathered, whose sums are cleared inside."""
+        """Forget the logical batch that is being gathered; its sums are cleared inside."""
         after = self._after(Event.ABANDON)
         with self.changing():
             yield
@@ -248,23 +246,23 @@ class LogicalBatch:
         self._after(Event.PASS if self.accumulation_allowed else Event.ALONE)
 
     def _contributed(self, passes: int) -> None:
-        """So many passes have, which `begin_pass` has allowed."""
+        """Count so many passes that have contributed, as `begin_pass` allowed."""
         after = TABLE[self._state][Event.PASS]
         assert isinstance(after, State)
         self.pending, self._state = self.pending + passes, after
 
     def fill(self) -> None:
-        """The next pass is over a placeholder sample, and contributes nothing to the draw in hand.
+        """The next pass is over a placeholder sample, and contributes nothing to the sampled batch.
 
-        Ranks that go through one model together make equally many passes, whatever they have drawn.
+        Ranks that train one model together make equally many passes, whatever batches they have.
         """
         self._fills = True
 
     def find(self, samples: int) -> bool:
-        """The pass holds `samples` samples, of the batch in hand; False if it is a placeholder.
+        """Find the sampled batch of a pass over `samples` samples; False if it is a placeholder.
 
         Raises:
-            StepError, BatchSizeError: the data loader did not draw them.
+            StepError, BatchSizeError: the data loader did not sample them.
         """
         if self._fills:
             return False
@@ -274,54 +272,57 @@ class LogicalBatch:
         return self._found is None or self._found.draw.size > 0
 
     def in_hand(self) -> frozenset[int]:
-        """The numbers of samples that the next pass may hold; none where the draws do not tell."""
+        """The numbers of samples that the next pass may hold; empty if unknown."""
         samples = frozenset() if self.draws is None else self.draws.in_hand
         return frozenset(n * self.views for n in samples)
 
-    def _samples(self, rows: int) -> int:
-        """Of how many samples so many samples are the views.
+    def _samples(self, entries: int) -> int:
+        """The number of samples of which so many entries of the model's batch are the views.
 
         Raises:
-            BatchSizeError: of no whole number.
+            BatchSizeError: it is not a whole number.
         """
-        samples, rest = divmod(rows, self.views)
+        samples, rest = divmod(entries, self.views)
         if rest:
             raise BatchSizeError(
-                f"views={self.views} expects {self.views} rows for each sample in this backward pass, "
-                f"got {samples} rows, which is no multiple. Give the model every view of every sample, "
-                f"as x.repeat_interleave({self.views}, 0) lays them out"
+                f"views={self.views} expects {self.views} entries per sample in this backward pass, "
+                f"got {entries} entries. Give the model every view of every sample, in the order of "
+                f"x.repeat_interleave({self.views}, 0).",
+                doc="privacy-units",
             )
         return samples
 
-    def unit_samples(self, rows: int) -> UnitSamples | None:
-        """Which of the `samples` samples of the pass that begins are clipped as one; None: each alone.
+    def unit_samples(self, entries: int) -> UnitSamples | None:
+        """Which of the `entries` of the pass that begins are clipped as one; None: each by itself.
 
         Raises:
-            StepError, BatchSizeError: they are not the samples that the data loader drew of those units.
+            StepError, BatchSizeError: the data loader did not sample them of those units.
         """
         units, self.next_units, self._begun = self.next_units, None, None
         if self._fills:
             return units
-        samples = self._samples(rows)
+        samples = self._samples(entries)
         if units is None and self.draws is not None:
             self._begun, units = self.draws.units_of(samples, self.views)
         if units is not None and len(units) != samples:
             raise BatchSizeError(
-                f"the units of {len(units)} rows are known, but the backward pass holds {samples}: the "
-                "model must see every row of the batch that the data loader handed out, in its order"
+                f"The backward pass holds {samples} samples, but the units of {len(units)} samples are "
+                "known. Give the model every sample of the loader's batch, in its order.",
+                doc="privacy-units",
             )
         return units if units is None or self.views == 1 else units.of_views(self.views)
 
     def check_no_units(self) -> None:
-        """Refuse units where gradients of single samples are clipped.
+        """Check that no units are in use, because single samples are clipped.
 
         Raises:
             StepError: samples are to be clipped by units.
         """
         if self.next_units is not None or (self.draws is not None and self.draws.by_units):
             raise StepError(
-                "rows are clipped by units (unit_ids), but Opacus' modes clip every row alone, which "
-                "protects rows only; use the fast mode (omit grad_sample_mode)"
+                "unit_ids asks for clipping by units, but Opacus' modes clip and protect single samples "
+                "only. Omit grad_sample_mode to use the fast mode.",
+                doc="privacy-units",
             )
 
     def end_pass(self, samples: int, calls: int) -> None:
@@ -335,7 +336,7 @@ class LogicalBatch:
         self._contributed(1)
 
     def contribute(self, passes: list[int]) -> bool:
-        """Passes over so many samples each have been made since the last step; False: placeholders."""
+        """Count passes over so many samples each since the last step; False if placeholders."""
         number = max(1, len(passes))
         if self.draws is not None and not self.draws.watching:
             self.draws.unknown.gathered += number
@@ -345,7 +346,7 @@ class LogicalBatch:
 
     @property
     def joined(self) -> int:
-        """Batches that the logical batch consists of: draws, or backward passes where more."""
+        """Batches in the logical batch: sampled batches, or backward passes if there are more."""
         return max(self.pending, 0 if self.draws is None else self.draws.joined)
 
     @property
@@ -357,7 +358,7 @@ class LogicalBatch:
         """step() was called; `skip` if it only accumulates.
 
         Raises:
-            StepError: there is nothing to release, or it may not be.
+            StepError: there is nothing to release, or it must not be released.
         """
         after = self._after(Event.SKIP if skip else Event.STEP)
         if self.draws is not None and not skip:
@@ -375,13 +376,13 @@ class LogicalBatch:
         self.last_was_real, self.real_steps = True, self.real_steps + 1
 
     def _check_process(self, draws: SampledBatches) -> None:
-        """Refuse to release a draw that a fork of this process, or the one it came from, has too."""
+        """Check that no fork of this process, or its parent, has the same sampled batch."""
         last = draws.last
         if draws.independent and last is not None and last.draw.process != this_process():
             raise StepError(FORKED)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a model is accounted for by nobody yet, but its weights have seen these steps."""
+        """A copy has no account yet, but its weights have been trained with these steps."""
         return {**self.__dict__, "account": None, "_spent": self.spent}
 
     @property
@@ -391,9 +392,9 @@ class LogicalBatch:
         return self._spent if ledger is None else Spent(ledger.segments(), ledger.protected)
 
     def keeps_sums(self) -> bool:
-        """zero_grad() was called; whether the sums are of a split batch, which stay.
+        """Whether zero_grad() keeps the sums, because they belong to a split batch.
 
-        Half-written sums never stay, nor do the earlier physical batches in them.
+        Half-written sums are never kept, nor are the earlier physical batches in them.
 
         Raises:
             StepError: in the middle of a split batch.
@@ -402,7 +403,7 @@ class LogicalBatch:
 
     @contextmanager
     def clearing(self) -> Iterator[None]:
-        """zero_grad() was called, and the sums are cleared inside."""
+        """Clear the sums inside, because zero_grad() was called."""
         after = self._after(Event.CLEAR)
         with self.changing():
             yield

@@ -5,8 +5,8 @@ Under "mean" the engine multiplies each gradient by b, the number of samples of 
 contribution. Each is still clipped to C, but b is data under Poisson sampling: one sample more moves
 every contribution that is not clipped, by up to C together, and adds its own, for noise of C.
 
-What can be told is told before training from the criterion, and in every backward pass from the
-loss: where its last operation is one of torch's losses, its node in the graph knows its reduction.
+The reduction is read before training from the criterion, and in every backward pass from the loss. If
+the last operation is one of torch's losses, its node in the graph knows its reduction.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from fastclip.samples.calls import Forward
 from fastclip.samples.inputs import tensors_of
 
 # -------------------------------------------------------------------------------------------------
-# The graph of the loss whose backward pass is running, read from its top.
+# The graph of the loss of the running backward pass, read from its top.
 #
 # A hook inside a backward pass sees gradients, and no edge of the graph leads upwards to the loss.
 # But torch.autograd.backward waits for the pass to end, and what it was called with is noted.
-# Nothing here looks at a value, so no device is waited for. Where the call cannot be told, nothing
-# is known.
+# Nothing here reads a value, so no device is waited for. If the call cannot be identified, nothing is
+# known.
 
 
 class Roots(NamedTuple):
@@ -68,7 +68,7 @@ def running_losses() -> list[Tensor]:
 
 
 def running_roots() -> Roots | None:
-    """The nodes of the losses of the running backward pass; None where they cannot be told."""
+    """The nodes of the losses of the running backward pass; None if they cannot be identified."""
     call = backward_calls.running()
     if call is None:
         return None
@@ -77,7 +77,7 @@ def running_roots() -> Roots | None:
 
 
 def is_output(loss: Tensor, outputs: Collection[int]) -> bool:
-    """The loss is a sum or a mean of an output of the model itself, which no target contradicts."""
+    """Whether the loss is a sum or a mean of an output of the model itself, without a target."""
     node = loss.grad_fn
     while node is not None and number_of(node) not in outputs:
         if node.name() not in ("SumBackward0", "MeanBackward0") or len(node.next_functions) != 1:
@@ -87,41 +87,41 @@ def is_output(loss: Tensor, outputs: Collection[int]) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the traced steps have found of a loss, watched in every later step.
+# What the traced steps have found about a loss, checked in every later step.
 #
-# A mean over classes divides by the labels that count. The traced steps may have had none that is
-# ignored, but constants of the model, as many for each sample (a sequence shifted by one position);
-# from the first batch that has more, the mean joins samples.
+# A mean over classes divides by the number of labels that count. In the traced steps, perhaps no label
+# was ignored except constants of the model, equally many per sample (a sequence shifted by one
+# position). From the first batch that has more, the mean mixes samples.
 
 
 _MEAN = 1
 _IGNORED = (
-    "Your loss is a mean over the labels that count, and this batch has ignored ones, so samples are "
+    "Your loss is a mean over all labels that count, and this batch has ignored labels, so samples are "
     "not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
 )
 
 
 class LossGuard:
-    """Hears of backward passes before they begin.
+    """Checks means over classes before backward passes begin.
 
     Args:
         concerns: whether a pass trains the private model: asked with its private nodes.
-        constants: of each mean, labels that do not count and are no sample's, for each sample. Means of
-            several kinds may have none.
+        constants: number of ignored labels per sample that are constants of the model, for each mean.
+            Means of several kinds may have none.
     """
 
     def __init__(self, concerns: Callable[[object], bool], constants: Collection[int] = ()) -> None:
         self.concerns = concerns
         self.constants = max(constants) if len(constants) == 1 else 0
         self._ignored: list[Tensor] = []
-        """How many labels do not count in each mean of the pass under way, []."""
+        """Number of ignored labels in each mean of the running pass, []."""
         backward_calls.add(self)
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over."""
 
     def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Look at the means over classes among what these losses are made of."""
+        """Find the means over classes in the graph of these losses."""
         self._ignored = []
         private: list[object] = []
         nodes = deque(x.grad_fn for x in losses if x.grad_fn is not None)
@@ -135,11 +135,11 @@ class LossGuard:
             self._ignored = []
 
     def checked(self, norm_sq: Tensor, batch_size: int) -> Tensor:
-        """Squared norms of a pass over so many samples; on an accelerator NaN where its loss joins
-        samples, so that none contributes: no device is waited for.
+        """Squared norms of a pass over so many samples. On an accelerator, which is not waited for, they
+        are NaN if its loss mixes samples, so none contributes.
 
         Raises:
-            GraphError: a mean over classes leaves labels of samples out, so that it joins samples.
+            GraphError: a mean over classes ignores labels of samples, and so mixes samples.
         """
         ignored, self._ignored = self._ignored, []
         for count in ignored:
@@ -147,31 +147,30 @@ class LossGuard:
             if count.device.type != "cpu":
                 norm_sq = norm_sq.masked_fill(broken.to(norm_sq.device), torch.nan)
             elif bool(broken):
-                raise GraphError(_IGNORED)
+                raise GraphError(_IGNORED, doc="coupled-loss")
         return norm_sq
 
 
 # -------------------------------------------------------------------------------------------------
-# The scale of a loss, and how the backward pass that it starts gets to know it.
+# The scale of a loss, and how the backward pass that it starts learns it.
 #
-# A scaled loss multiplies the gradient by its scale where the backward pass enters it, before it
-# reaches the model, and notes the scale under the id of the running pass. The gradient state asks
-# for it there: nothing has to be told twice, and a pass of an unscaled loss has scale 1. Notes are
-# kept by pass, not by thread: the passes of CUDA devices run on threads of their own.
+# A scaled loss multiplies the gradient by its scale when the backward pass enters it, before the pass
+# reaches the model, and notes the scale under the id of the running pass. The gradient state reads it
+# there. A pass of an unscaled loss has scale 1. Notes are kept by pass, not by thread, because passes of
+# CUDA devices run on threads of their own.
 #
-# One pass has one scale. A note that comes after the gradient state has asked, a part of the loss
-# that reaches the model past the scaled ones, and a loss that is scaled within a scaled one are
-# refused.
+# One pass has one scale. A note that comes after the gradient state has read it, a part of the loss that
+# reaches the model without the scale, and a scaled loss within a scaled loss raise an error.
 
 
 _running: dict[int, float] = {}
 """The scale of each backward pass under way, by its id."""
 
-_WAY_OUT = "add the losses, and scale the sum once: scaler.scale(a + b).backward()"
+_FIX = "Add the losses, and scale the sum once: scaler.scale(a + b).backward()."
 
 
 class ScaledLoss(Function):
-    """loss * scale, in float32 at least, whose backward pass knows its scale."""
+    """loss * scale, in float32 at least; its backward pass knows the scale."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
@@ -191,10 +190,10 @@ def is_scaled(node: Node) -> bool:
 
 
 def running_scale() -> float:
-    """The scale of the loss whose backward pass has reached a model's output; 1 where it has none.
+    """The scale of the loss, once its backward pass has reached a model's output; 1 if it has none.
 
     Raises:
-        GraphError: where a part of the loss reaches this output without the scale.
+        GraphError: a part of the loss reaches this output without the scale.
     """
     scale = _running.get(current_task())
     if scale is None:
@@ -205,8 +204,9 @@ def running_scale() -> float:
         unscaled, _ = reached_without(roots.nodes, is_scaled)
         if current_node() in unscaled:
             raise GraphError(
-                f"a part of the loss reached the private model without the scale {scale} of the rest, "
-                f"so its gradients have no one unit: {_WAY_OUT}"
+                f"A part of the loss reached the private model without the scale {scale} of the rest, "
+                f"so clipping would be wrong. {_FIX}",
+                doc="mixed-precision",
             )
     return scale
 
@@ -217,8 +217,9 @@ def _set_scale(scale: float) -> None:
         at_end_of_pass(partial(_forget, task))
     if _running.setdefault(task, scale) != scale:
         raise GraphError(
-            f"one backward pass holds losses of the scales {_running.pop(task)} and {scale}, so its "
-            f"gradients have no one unit: {_WAY_OUT}"
+            f"One backward pass holds losses of the scales {_running.pop(task)} and {scale}, so "
+            f"clipping would be wrong. {_FIX}",
+            doc="mixed-precision",
         )
 
 
@@ -229,8 +230,8 @@ def _check_scaled_once(node: Node) -> None:
     _, outermost = reached_without(roots.nodes, is_scaled)
     if node not in outermost:
         raise GraphError(
-            "a loss that is scaled already is part of one that was scaled again, so its gradients "
-            f"have no one unit: {_WAY_OUT}"
+            f"A scaled loss is part of a loss that was scaled again, so clipping would be wrong. {_FIX}",
+            doc="mixed-precision",
         )
 
 
@@ -239,26 +240,22 @@ def _forget(task: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# What is trained beside the private model: its gradient comes of the same samples, and nobody clips
-# it.
+# Tensors that are trained alongside the private model: their gradients come from the same samples,
+# without clipping.
 #
-# A criterion with weights of its own (centres of classes, a temperature), or a part in front of the
-# private model, is trained by another optimizer on gradients that are neither clipped nor noised.
-# They are no parameters of the model, so no hook of ours is on them; the graph of the loss tells.
+# A criterion with weights of its own (centers of classes, a temperature), or a part before the private
+# model, is trained by another optimizer on gradients that get neither clipping nor noise. They are not
+# parameters of the model, so they have no guard. The graph of the loss shows them.
 
 
-OUTSIDE = (
-    "make one module of it and the model and give that to make_private, freeze it "
-    "(requires_grad_(False)), detach what is computed of it, or give its own loss its own backward(); "
-    "where this loss trains only that (a GAN's generator, through its discriminator), wrap the whole "
-    "pass in `with engine.paused():`"
-)
+OUTSIDE = "Make one module of it and the model, detach it, or train only it in engine.paused()."
+"""The usual fixes. A GAN's generator, for example, is trained through its paused discriminator."""
 
 
 class Outside:
-    """Looks, as a backward pass opens, for leaves that may be trained and are not the private model's.
+    """Finds leaves outside the private model that may be trained, as a backward pass opens.
 
-    It is a gradient that is refused: a leaf that only makes a checkpoint run gets none.
+    A gradient for them raises an error. A leaf that only makes a checkpoint run gets none.
     """
 
     def __init__(self) -> None:
@@ -271,14 +268,14 @@ class Outside:
         return Outside, ()
 
     def check(self, forward: Forward, *known: Container[nn.Parameter]) -> None:
-        """Let no gradient come to anything else in the pass that has begun.
+        """Raise an error if the pass that has begun brings a gradient to anything else.
 
         Args:
             forward: the call whose output the gradient has reached.
             known: parameters that are guarded by hooks of their own.
 
         Raises:
-            ParameterLeakError: one has come already; later ones raise it as they come.
+            ParameterLeakError: one has come already. Later ones raise it as they come.
         """
         for handle in self._handles:
             handle.remove()
@@ -294,22 +291,22 @@ class Outside:
                 continue
             if _is_trained(leaf, forward.batch_size) and takes_part(node):
                 kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
-                what = f"a {kind} of shape {list(leaf.shape)}"
-                refuse = partial(_refuse, what, current_task())
-                refuse(leaf.grad)  # what lies between the model and the loss has had its turn
-                self._handles.append(leaf.register_hook(refuse))
+                what = f"A {kind} of shape {list(leaf.shape)}"
+                check = partial(_check_untrained, what, current_task())
+                check(leaf.grad)  # what lies between the model and the loss has had its turn
+                self._handles.append(leaf.register_hook(check))
 
 
-def _refuse(what: str, task: int, gradient: Tensor | None) -> None:
+def _check_untrained(what: str, task: int, gradient: Tensor | None) -> None:
     if gradient is not None and current_task() == task:  # else the pass has failed long ago
         raise ParameterLeakError(
-            f"{what} outside the private model is trained by this loss, on a gradient that is neither "
-            f"clipped nor noised: {OUTSIDE}"
+            f"{what} outside the private model is trained by this loss, and its gradient gets neither "
+            f"clipping nor noise. {OUTSIDE}"
         )
 
 
 def _is_trained(leaf: Tensor, samples: int | None) -> bool:
-    """A tensor with an entry for each sample is a batch, whose gradient is its samples' own; values that
+    """Whether it is trained. A tensor with an entry per sample is a batch, not a parameter. Values that
     are computed from private parameters have a guard of their own."""
     if isinstance(leaf, nn.Parameter):
         return True
@@ -333,30 +330,28 @@ _SAME = (
 _DIVIDES_BY_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.NLLLoss2d)
 
 _COUPLED = (
-    "divides by the weights of the batch, so each sample's gradient depends on the others and the "
-    "guarantee does not hold; use fastclip.losses.per_sample_cross_entropy(..., weight=...).mean()"
+    "divides by the class weights of the whole batch, so the privacy guarantee does not hold. Use "
+    "fastclip.losses.per_sample_cross_entropy(..., weight=...).mean()."
 )
 
 
 def _contradiction(what: str, found: str, expected: str) -> str:
     return (
-        f"{what} is a {found} over the batch, but loss_reduction={expected!r}: every contribution "
-        f"{'grows' if expected == 'mean' else 'shrinks'} with the number of rows drawn, which is "
-        "data, so that one row moves their sum by up to 2 C where the noise is for C, and the "
-        f"guarantee does not hold; pass loss_reduction={found!r}, or take the {expected}"
+        f"{what} is a {found} over the batch, but loss_reduction={expected!r}, so each contribution "
+        "depends on the batch size and the privacy guarantee does not hold. Pass "
+        f"loss_reduction={found!r}, or take the {expected} of the samples' losses."
     )
 
 
 def check_criterion(criterion: Any, loss_reduction: str, model: nn.Module) -> None:
-    """Refuse a criterion whose reduction contradicts `loss_reduction`, or that is trained itself.
+    """Check that a criterion does not contradict `loss_reduction`, and is not trained itself.
 
     Args:
-        criterion: a module or a function (functools.partial included); one whose reduction cannot
-            be told is accepted.
-        model: whose parameters it may hold.
+        criterion: a module or a function (functools.partial included). An unknown reduction is accepted.
+        model: the criterion may hold parameters of it.
 
     Raises:
-        ArgumentError: with the way out.
+        ArgumentError: with the suggested fix.
     """
     if isinstance(criterion, nn.Module) and isinstance(model, nn.Module):
         of_model = set(model.parameters())
@@ -364,35 +359,41 @@ def check_criterion(criterion: Any, loss_reduction: str, model: nn.Module) -> No
         if own:
             raise ArgumentError(
                 f"criterion {type(criterion).__name__} trains parameters of its own ({', '.join(own)}), "
-                f"on gradients that are neither clipped nor noised: {OUTSIDE}"
+                f"and their gradients get neither clipping nor noise. {OUTSIDE}",
+                doc="untracked-use",
             )
     reduction = _reduction(criterion)
     name = getattr(criterion, "__name__", type(criterion).__name__)
     if reduction == "none":
         raise ArgumentError(
-            f"criterion {name} has reduction='none', but loss_reduction={loss_reduction!r} speaks of "
-            f"a {loss_reduction} over the batch: pass one with reduction={loss_reduction!r}, or omit "
-            f"criterion and call .{loss_reduction}() on its losses"
+            f"criterion expects reduction={loss_reduction!r} as in loss_reduction, got {name} with "
+            f"reduction='none'. Change its reduction, or omit criterion and call .{loss_reduction}() on "
+            "its losses.",
+            doc="coupled-loss",
         )
     found = _OF_ROWS.get(reduction or "")
     if found is not None and found != loss_reduction:
-        raise ArgumentError(_contradiction(f"criterion {name}", found, loss_reduction))
+        raise ArgumentError(
+            _contradiction(f"criterion {name}", found, loss_reduction), doc="coupled-loss"
+        )
 
 
 def check_coupling(criterion: Any) -> None:
-    """Refuse a criterion that divides by the weights of the batch's samples.
+    """Check that a criterion does not divide by the class weights of the batch.
 
     Raises:
-        ArgumentError: with the way out.
+        ArgumentError: with the suggested fix.
     """
     weighted = isinstance(criterion, _DIVIDES_BY_WEIGHTS) and criterion.weight is not None
     if weighted and criterion.reduction == "mean":
         name = type(criterion).__name__
-        raise ArgumentError(f"criterion {name}(weight=...) with a mean {_COUPLED}")
+        raise ArgumentError(
+            f"criterion {name}(weight=...) with a mean {_COUPLED}", doc="coupled-loss"
+        )
 
 
 def _reduction(criterion: Any) -> str | None:
-    """What the criterion says of itself; None where it says nothing."""
+    """The reduction that the criterion states; None if it states none."""
     value = getattr(criterion, "reduction", None)
     if value is None and not isinstance(criterion, nn.Module) and callable(criterion):
         try:
@@ -403,7 +404,7 @@ def _reduction(criterion: Any) -> str | None:
 
 
 class SeenLoss(NamedTuple):
-    """What the graph of a loss tells."""
+    """What the graph of a loss shows."""
 
     name: str
     reduction: str
@@ -411,7 +412,7 @@ class SeenLoss(NamedTuple):
 
 
 def running_loss() -> SeenLoss | None:
-    """What can be told of the loss whose backward pass is running; None for most losses.
+    """What is known about the loss of the running backward pass; None for most losses.
 
     A loss that is multiplied, divided or added to after its reduction may be anything.
     """
@@ -438,7 +439,7 @@ def running_loss() -> SeenLoss | None:
 
 
 def _weighted(node: Node) -> bool:
-    """Whether a mean over classes divides by their weights."""
+    """Whether a mean over classes divides by class weights."""
     if not node.name().startswith("NllLoss"):
         return False
     try:
@@ -448,30 +449,32 @@ def _weighted(node: Node) -> bool:
 
 
 def check_begun() -> None:
-    """Refuse a pass whose loss nobody has seen, so that nothing of it could be checked.
+    """Check that the loss of the pass was recorded, because checks need it.
 
     Raises:
-        GraphError: with the way out.
+        GraphError: with the suggested fix.
     """
     if backward_calls.none_runs:
         raise GraphError(
-            "the backward pass was not begun by torch.autograd.backward as it is while a private model "
-            "lives, so its loss cannot be checked: call loss.backward(), or torch.autograd.backward by "
-            "that name, instead of a function imported from there or replaced since"
+            "The backward pass was not started by torch.autograd.backward, so its loss cannot be "
+            "checked. Call loss.backward() instead of an imported or replaced torch.autograd.backward.",
+            doc="coupled-loss",
         )
 
 
 def check_loss(loss: SeenLoss | None, loss_reduction: str, batch_size: int) -> None:
-    """Refuse a loss that contradicts `loss_reduction`, or that couples samples.
+    """Check that a loss does not contradict `loss_reduction`, nor couple samples.
 
     Raises:
-        GraphError: with the way out. Of one sample, a sum and a mean are the same.
+        GraphError: with the suggested fix. For one sample, a sum and a mean are the same.
     """
     if loss is None or batch_size < 2:
         return
     if loss.reduction != loss_reduction:
-        raise GraphError(_contradiction(f"the loss ({loss.name})", loss.reduction, loss_reduction))
+        what = f"The loss ({loss.name})"
+        raise GraphError(_contradiction(what, loss.reduction, loss_reduction), doc="coupled-loss")
     if loss.weighted:
         raise GraphError(
-            f"the loss ({loss.name} with weights of the classes) is a mean that {_COUPLED}"
+            f"The loss ({loss.name} with class weights) is a mean that {_COUPLED}",
+            doc="coupled-loss",
         )

@@ -1,10 +1,10 @@
 """Terms of the loss that hold no data: the distance from given weights (FedProx), L1, L2, orthogonality.
 
-Their gradient tells nothing about a sample, so it needs neither clipping nor noise: it is added to the
-noisy gradient as it is, in the unit of the loss. Whether a gradient that autograd brings to a private
-parameter is such a one, the traced steps tell, which follow samples through every operation. In later
-steps the terms must be the same functions: the same nodes of the graph, joined in the same way.
-Constants in them are taken to be public, as the learning rate is.
+Their gradient depends on no sample, so it needs neither clipping nor noise. It is added to the noisy
+gradient unchanged, in the unit of the loss. The traced steps follow samples through every operation, and
+determine which gradients of private parameters are such ones. In later steps the terms must be the same
+functions: the same nodes of the graph, joined in the same way. Constants in them are taken to be public,
+as the learning rate is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastclip.core.autograd import Node, above_private
 from fastclip.core.torch_names import at_end_of_pass, backward_calls, current_task
 
 Form = tuple[Any, ...]
-"""Which functions a loss makes of parameters past the private model."""
+"""The functions that a loss applies to parameters outside the private model."""
 
 
 class Penalties:
@@ -35,14 +35,14 @@ class Penalties:
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self._names = names
         self._forms: set[Form] = set()
-        """Those that a traced step has found to hold no sample."""
+        """Forms that hold no data, as a traced step has found."""
         self.known = False
-        """The pass that runs is over a loss of such a form."""
+        """The running pass has a loss of such a form."""
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._passes, self._over = 0, False
         """Passes over samples in the physical batch that is summed, and whether it is complete."""
         self._came: list[tuple[nn.Parameter, Tensor | None, float]] = []
-        """What the running pass brings: the parameter, its `grad` before, and the scale of the loss."""
+        """Gradients of the running pass: the parameter, its `grad` before, and the scale of the loss."""
         self._task = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Penalties:
@@ -52,10 +52,10 @@ class Penalties:
         return Penalties, ({},)
 
     def allow(self) -> bool:
-        """A traced step has found that what comes of its losses past the model holds no sample.
+        """Note that the terms of a traced step's losses outside the model hold no data.
 
         Returns:
-            False if functions that are not torch's own have a part in it: they may change unseen.
+            False if functions that are not torch's own take part: they may change unnoticed.
         """
         if self._task == current_task():
             return True  # of another parameter of this pass
@@ -78,7 +78,7 @@ class Penalties:
         self.known = False
 
     def take(self, parameter: nn.Parameter, trains: ref[Any]) -> None:
-        """Autograd is about to add such a gradient to `parameter.grad`, which gets another place.
+        """Take such a gradient, which autograd is about to add to `parameter.grad`.
 
         Args:
             trains: the model's gradient state.
@@ -92,7 +92,7 @@ class Penalties:
         parameter.grad = None
 
     def _end(self, trains: ref[Any], task: int) -> None:
-        """The end of a pass that has not trained the model; of others the gradient state tells."""
+        """End a pass that has not trained the model; the gradient state ends the others."""
         grad_state = trains()
         if self._task == task and not (grad_state is not None and grad_state.running):
             self.finish(trained=False)
@@ -111,18 +111,18 @@ class Penalties:
         self.drop()
 
     def drop(self) -> None:
-        """The running pass is over: `p.grad` is what it was before."""
+        """Restore `p.grad`, because the running pass is over."""
         for parameter, before, _ in self._came:
             parameter.grad = before
         self._came, self._task = [], -1
 
     def part_is_over(self) -> None:
-        """A step that only accumulates: the next physical batch brings the same terms again."""
+        """Note a step that only accumulates: the next physical batch has the same terms again."""
         self._over = True
 
     def add_to(self, parameters: Collection[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-        """Add the terms' gradients to the noisy ones, in place: once a step, and of several batches that
-        are averaged in one step their mean.
+        """Add the terms' gradients to the noisy ones in place, once per step. If one step averages
+        several batches, add their mean.
         """
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if (found := self._sums.get(parameter)) is not None:
@@ -130,20 +130,20 @@ class Penalties:
         self.clear()
 
     def clear(self) -> None:
-        """The step is made, or the batch given up."""
+        """Forget the sums: the step is made, or the batch given up."""
         self._sums.clear()
         self._passes, self._over = 0, False
 
 
 def form_of(losses: Sequence[Node], names: Mapping[nn.Parameter, str]) -> Form | None:
-    """The functions through which gradients of these losses reach parameters, not through the model.
+    """The functions outside the model through which gradients of these losses reach parameters.
 
     Args:
         losses: their nodes. names: of the parameters.
 
     Returns:
-        Of every such node, in the order in which it is met, the name and where its results go. None if
-        one of them is not torch's own.
+        The name and the inputs of every such node, in the order of the search. None if one of them is
+        not torch's own.
     """
     nodes = [*above_private(deque(losses))]
     leaves = {node: names[node.variable] for node in nodes if _leaf_of(node) in names}
@@ -179,7 +179,7 @@ def _place(below: Node | None, number: Mapping[Node, int]) -> int | str:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """Not a function that somebody has written, whose backward pass may do other things later."""
+    """Whether it is not a custom function, which could do something else in a later backward pass."""
     return is_scaled(node) or (
         type(node).__module__ == "builtins" and "Cpp" not in type(node).__name__
     )

@@ -1,6 +1,6 @@
-"""csrc/step in Python, for where nobody has compiled it: the same nodes, each a function of autograd's.
+"""csrc/step in Python, used if it is not compiled: the same nodes, each an autograd function.
 
-What they are for, fastclip.backward.bare says. A layer's rule computes forward; backward returns the
+fastclip.backward.bare explains their purpose. A layer's rule computes forward; backward returns the
 input's gradient, and lists what the clipped sums need.
 """
 
@@ -36,7 +36,7 @@ from fastclip.rules.protocol import LayerRule
 from fastclip.rules.records import KeptRecord
 
 # -------------------------------------------------------------------------------------------------
-# How norms and clipped sums are computed, whatever the training loop has set for itself.
+# How norms and clipped sums are computed, independent of the training loop's own settings.
 
 
 _AS_IT_IS = nullcontext()
@@ -128,11 +128,11 @@ class Slots:
 
     @property
     def address(self) -> int:
-        """Another one for each of them."""
+        """A different number for each of them."""
         return id(self)
 
     def begin(self, forward: Any, samples: int) -> None:
-        """A forward pass of this thread begins, whose layers may be bare."""
+        """Begin a forward pass of this thread, in which layers may be bare."""
         self._running, self._thread = (forward, samples), get_ident()
 
     def end(self) -> None:
@@ -176,7 +176,7 @@ class _Slot(ABC):
         self._as_planned = self._now()
 
     def __call__(self, x: Any, module: nn.Module) -> Tensor | None:
-        """What the layer gives; None where it is to go its usual way."""
+        """The layer's output; None if the call must go through `PrivateLayer`."""
         call, slots, own = self.slots.running(), self.slots, self.weight
         if call is None or slots.paused or type(x) not in _USUAL or not self.holds(module):
             return None
@@ -195,10 +195,10 @@ class _Slot(ABC):
 
     @abstractmethod
     def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> tuple[Tensor | None, Left]:
-        """The input's gradient where it is needed, and what the layer leaves for weight and bias."""
+        """The input's gradient if it is needed, and what the layer leaves for weight and bias."""
 
     def leave(self, ctx: Any, x: Any, g: Tensor, wanted: list[Any]) -> None:
-        """It leaves this."""
+        """List these for the clipped sums."""
         if _any(wanted):
             left = self.number, ctx.called[0], x, g, *wanted, self.extra
             if self.at_once:
@@ -358,7 +358,7 @@ class Norm(_Slot):
 
 
 class _NormCall:
-    """What a norm's rule sees and does in its backward pass (`fastclip.rules.protocol.LayerCall`)."""
+    """The interface of a norm's rule in its backward pass (`fastclip.rules.protocol.LayerCall`)."""
 
     def __init__(self, ctx: Any, g: Tensor, wanted: list[Any]) -> None:
         self.g, self.saved, self.needs_input_grad = g, ctx.saved_tensors, ctx.needs_input_grad[2]
@@ -371,11 +371,11 @@ class _NormCall:
         return self._wanted[name] is not None
 
     def samples(self, x: Tensor) -> Tensor:
-        """Samples lie one a sample."""
+        """`x`, which has one entry per sample."""
         return x
 
     def record(self, name: str, record: KeptRecord) -> None:
-        """Samples' gradients of a parameter."""
+        """Keep the per-sample gradients of a parameter."""
         self.kept[name] = record.gradients
 
 

@@ -1,4 +1,4 @@
-"""The gradient state: all that one private model keeps, from the forward pass to the clipped sums.
+"""The gradient state: what one private model keeps from the forward pass to the clipped sums.
 
 The pass is opened where the gradient enters the model (a hook on the root's output), so that its
 end-of-backward callback belongs to the outermost graph task: a nested backward of reentrant
@@ -73,14 +73,14 @@ class GradientState:
         self.guard, self.outside = guards.LeakGuard(), loss.Outside()
         self.monitor, self.sample_orders = guards.NonFiniteMonitor(), SampleOrders()
         self.caught: Callable[[BackwardPass, float], None] | None = None
-        """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
+        """Takes a pass that is traced or captured, with its factor; the pass contributes nothing."""
         self.depth, self.forward = 0, Forward(None)
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self.trace = StepTrace(names, self.others, batch_axis)
         self.bare = BareLayers()
         self.model_loss: Any = None
-        """Replaces losses inside of the model, where make_private was asked to."""
+        """Replaces losses inside the model, if make_private was asked to."""
         self._connect()
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
@@ -88,16 +88,16 @@ class GradientState:
 
     @property
     def paused(self) -> bool:
-        """What runs now contributes nothing, whether in its forward pass or in its backward pass.
+        """Whether the running forward or backward pass contributes nothing.
 
-        Each private layer and use remembers the answer of its forward pass, and asks again in its
-        backward pass; a pass is opened under the same condition.
+        Each private layer and use remembers the value in its forward pass, and reads it again in its
+        backward pass. A pass is opened under the same condition.
         """
         return self.calls.paused
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside the model is paused; parts that are called by themselves leave nothing behind."""
+        """Pause the model inside; parts that are called by themselves leave nothing behind."""
         before = self.paused, self.forward
         self.calls.paused = True
         if not self.depth:
@@ -135,7 +135,7 @@ class GradientState:
             path: of the layer; None for parameters that a part of the model uses itself.
 
         Raises:
-            BatchSizeError: where the samples are in a method of the model cannot be told.
+            BatchSizeError: the samples cannot be located in a method of the model.
         """
         if self.depth:
             return self.forward, False
@@ -154,7 +154,7 @@ class GradientState:
         return called.forward, True
 
     def running_forward(self) -> Forward | None:
-        """The Forward of what runs, without learning where its samples are."""
+        """The Forward of the running call, without locating its samples."""
         if self.depth:
             return self.forward
         if (recompute := self._recomputing()) is not None:
@@ -174,10 +174,10 @@ class GradientState:
         return None
 
     def check_unchanged(self) -> None:
-        """Refuse a transform that the model runs in, and what has changed since make_private looked.
+        """Check that the model runs in no transform, and is unchanged since make_private.
 
-        A parameter that was unfrozen would get plain gradients; a frozen BatchNorm put back into
-        training mode would couple the samples; another engine would release its own share of them.
+        A parameter that was unfrozen would get plain gradients. A frozen BatchNorm put back into
+        training mode would couple the samples. Another engine would release every sample again.
         """
         guards.check_plain()
         check_processes(self.clipping.ranks)
@@ -187,9 +187,10 @@ class GradientState:
         guards.check_frozen(self.frozen)
 
     def drop_stale(self, *, forwards: bool = False) -> None:
-        """Forget a pass whose backward failed: outside any backward none can be running.
+        """Forget a backward pass that failed: outside any backward pass none can be running.
 
-        Nor can a forward where the loop clears sums: `forwards` that have lost their end (Ctrl-C).
+        Args:
+            forwards: forget forward passes that did not end (Ctrl-C), too, as the loop clears sums.
         """
         if current_task() != -1:
             return
@@ -206,7 +207,7 @@ class GradientState:
     # Backward
 
     def open_pass(self, forward: Forward, gradient: Tensor | None = None) -> None:
-        """Hook on the model's output: the gradient has reached it."""
+        """Open the backward pass, because the gradient has reached the model's output (a hook)."""
         if self.paused:
             return
         task = current_task()
@@ -225,7 +226,7 @@ class GradientState:
         self._pass.watch(forward, self.calls)
 
     def begins_with(self, forward: Forward, out: Tensor) -> None:
-        """A layer or use past the model's own forward gives `out`, whose gradient opens the pass."""
+        """Let the gradient of `out`, of a layer or use outside the model's forward, open the pass."""
         self.check_unchanged()
         guards.arm(self)
         if not self.paused and out.requires_grad:
@@ -243,15 +244,15 @@ class GradientState:
 
     @property
     def last_input(self) -> ops.LastInput:
-        """What is known of the input that the running pass has met last."""
+        """What is known about the last input of the running pass."""
         return ops.LastInput() if self._pass is None else self._pass.last_input
 
     def shared(self, parameter: nn.Parameter) -> bool:
-        """The parameter is known to be used more than once: its norm waits for the end."""
+        """Whether the parameter is known to be used more than once, so its norm waits for the end."""
         return bool(self._shared) and parameter in self._shared
 
     def mark_shared(self, parameter: nn.Parameter) -> None:
-        """Say in advance that a parameter is used more than once (tied or recurrent weights)."""
+        """Note in advance that a parameter is used more than once (tied or recurrent weights)."""
         self._shared.add(parameter)
 
     def admit(self, path: str, forward: Forward, samples: int) -> None:
@@ -272,11 +273,11 @@ class GradientState:
         self._pass.take(parameter, record)
 
     def check_hooks(self, parameters: Collection[nn.Parameter]) -> None:
-        """Refuse hooks on the gradients of these parameters, which would not run."""
+        """Check that these parameters have no gradient hooks, which would not run."""
         guards.check_hooks(self.names, parameters)
 
     def is_penalty(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        """Whether what autograd is about to add to `parameter.grad` comes of terms without data."""
+        """Whether a gradient that autograd adds to `parameter.grad` comes from terms without data."""
         known = parameter in self.names and type(gradient) is Tensor
         known &= self.caught is None and not self.paused
         with self.trace.aside(), torch.enable_grad(), Native():
@@ -317,7 +318,7 @@ class GradientState:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
         check_begun()
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
-        drawn = bool(self.caught is None and self.batch.find(batch_size))
+        sampled = bool(self.caught is None and self.batch.find(batch_size))
         self.trace.judge(
             self.mean_loss, batch_size, scale_invariant=self.clipping.strategy.scale_invariant
         )
@@ -330,40 +331,40 @@ class GradientState:
         per_layer = self.clipping.strategy.threshold.per_layer
         layers = current.places(self.names, norm_sq.device) if per_layer else None
         write = partial(current.write, self.sums, factor)
-        self.contribute(norm_sq, layers, drawn, batch_size, calls, write, current.units)
+        self.contribute(norm_sq, layers, sampled, batch_size, calls, write, current.units)
 
     def contribute(
-        self, norm_sq: Tensor, layers: Tensor | None, drawn: bool, samples: int, calls: int,
+        self, norm_sq: Tensor, layers: Tensor | None, sampled: bool, samples: int, calls: int,
         write: Callable[[Tensor], None], units: UnitSamples | None = None,
     ) -> None:  # fmt: skip
         """A pass over `samples` samples enters the sums: `write` adds them, given the scales."""
         with self.batch.changing():  # until every sum is written
             try:
                 scales, self.per_sample_norms = self.clipping.clip(
-                    norm_sq, layers, fresh=self.batch.fresh, placeholder=not drawn, units=units
+                    norm_sq, layers, fresh=self.batch.fresh, placeholder=not sampled, units=units
                 )
-            except Exception:  # refused, or failed: neither counted nor summed
+            except Exception:  # neither counted nor summed
                 self.batch.unchanged()
                 raise
             write(scales)
             self.batch.end_pass(samples, calls)
         show(self.names)
-        self.monitor.look(self.per_sample_norms)
+        self.monitor.check(self.per_sample_norms)
 
     def contribute_none(self) -> None:
-        """What a pass over no samples of the batch in hand does.
+        """Contribute what a pass over no samples of the sampled batch does.
 
         Raises:
             StepError, BatchSizeError: as of such a pass.
         """
         self.batch.begin_pass()
         units = self.batch.unit_samples(0)
-        drawn, device = self.batch.find(0), next(iter(self.names)).device
+        sampled, device = self.batch.find(0), next(iter(self.names)).device
         norm_sq = torch.zeros(len(self.names), 0, dtype=torch.float32, device=device)
         layers = torch.arange(len(self.names), device=device)
         per_layer = self.clipping.strategy.threshold.per_layer
         self.contribute(
-            norm_sq, layers if per_layer else None, drawn, 0, 0, lambda scales: None, units
+            norm_sq, layers if per_layer else None, sampled, 0, 0, lambda scales: None, units
         )
 
     # Step
@@ -389,20 +390,20 @@ class GradientState:
         show(self.names, None)
 
     def retire(self) -> None:
-        """The model is not this gradient state's any more."""
+        """Detach from the model, which was cleaned up or given to another gradient state."""
         if not self.batch.retired:
             self.guard.disarm()
             self.batch.retire()
             self.sums.clear(self.names)
 
     def _connect(self) -> None:
-        """Calls ask the trace of their step; backward passes are known by what began them."""
+        """Connect calls with the trace of their step, and backward passes with their losses."""
         backward_calls.watch(self)
         self.trace.misplaced, self.trace.owns = self.calls.look_again_at_all, self.bare.owns
         self.calls.traces, self.calls.traced = self.trace.again, lambda: self.trace.observing
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing of raw data is copied or pickled with a model."""
+        """Omit raw data from copies and pickles of a model."""
         left = {"per_sample_norms": None, "_pass": None, "forward": Forward(None)}
         return {**self.__dict__, **left, "interceptor": None}
 
@@ -416,7 +417,7 @@ class GradientState:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the backward pass needs to know of an intercepted layer.
+# What the backward pass needs to know about an intercepted layer.
 
 
 class SeenLayer(Protocol):
@@ -424,7 +425,7 @@ class SeenLayer(Protocol):
 
     Attributes:
         path: of the layer in the model. grad_state: its gradient state. rule: its rule, if it has one.
-        bypass: run the module as it was (while a rule calls it from inside).
+        bypass: run the original module (while a rule calls it from inside).
     """
 
     path: str
@@ -437,7 +438,7 @@ class SeenLayer(Protocol):
 
 
 # -------------------------------------------------------------------------------------------------
-# The clipped sums of a model that is spread over ranks: each rank keeps those of its own shards.
+# The clipped sums of a model that is sharded over ranks: each rank keeps those of its own shards.
 
 
 _BUCKET = 25 * 2**20
@@ -461,20 +462,20 @@ class ShardedSums(ClippedSums):
         """Of the parameters as the optimizer holds them."""
         self.buckets = buckets(reversed(held), _BUCKET)
         self.passes = 0
-        """That have been summed: a rank that has forgotten some has the sums of other samples."""
+        """Number of passes summed; a rank that has forgotten some has the sums of other samples."""
         self._parts: dict[Bucket, tuple[Tensor, int]] = {}
         self._shown: dict[Bucket, list[Tensor]] = {}
 
     def together(self, entries: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """All parameters, those first whose gradients were known first, whoever has entries."""
+        """All parameters, with or without entries, in the order in which their gradients are known."""
         for bucket in self.buckets:
             yield [each.whole for each in bucket.parameters]
 
     def exchange(self, parameters: list[nn.Parameter]) -> None:
-        """The whole sums of these go to the ranks that hold the shards. All ranks come here.
+        """Send the whole sums of these to the ranks that hold the shards. All ranks call this.
 
         Raises:
-            UnsupportedLayerError: somebody waits for gradients of these by a hook.
+            UnsupportedLayerError: one of these has a gradient hook.
             StepError: the sums so far were changed, or another rank is gone.
         """
         bucket = next(b for b in self.buckets if b.parameters[0].whole is parameters[0])
@@ -533,7 +534,7 @@ class ShardedSums(ClippedSums):
 
 
 def follow_shards(grad_state: GradientState) -> None:
-    """The gradient state of a model that has just been intercepted knows where its parameters are."""
+    """Tell the gradient state of a model that was just intercepted how its parameters are sharded."""
     ranks, names = grad_state.clipping.ranks, grad_state.names
     if ranks is not None and ranks.shards is not None:
         grad_state.sums = sums = ShardedSums(ranks.shards, names)

@@ -26,11 +26,11 @@ def _shown_of(parameters: Iterable[nn.Parameter]) -> list[Any]:
 
 
 class ShownSum(Tensor):
-    """A clipped sum as `p.summed_grad` shows it: what is computed of it is a plain tensor.
+    """A clipped sum as `p.summed_grad` shows it; results computed from it are plain tensors.
 
-    Whoever saves a parameter (`torch.save(net.head.weight, file)`, the state of an optimizer, a list of
-    parameters) saves its attributes, and a sum without noise is raw data: it is pickled as an empty
-    tensor. So are copies that are made of it with a module (`copy.deepcopy`).
+    Saving a parameter (`torch.save(net.head.weight, file)`, the state of an optimizer, a list of
+    parameters) saves its attributes, and a sum without noise is raw data. So it is pickled as an empty
+    tensor, also in a copy that `copy.deepcopy` makes of it.
     """
 
     __torch_function__ = plain_results  # type: ignore[assignment]
@@ -43,7 +43,7 @@ class ShownSum(Tensor):
 
 
 class SumsOfOne(ABC):
-    """Sums that one process makes alone."""
+    """Sums that one process makes by itself."""
 
     @abstractmethod
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
@@ -55,24 +55,24 @@ class SumsOfOne(ABC):
             self.add(parameter, total)
 
     def together(self, entries: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-        """Lists of parameters, in the order in which a pass is to sum what it holds for them."""
+        """Lists of parameters, in the order in which a pass must sum what it holds for them."""
         return [list(entries)[::-1]]
 
-    def exchange(self, parameters: list[nn.Parameter]) -> None:  # noqa: B027 - nobody to tell
-        """A pass has summed all that it holds for these."""
+    def exchange(self, parameters: list[nn.Parameter]) -> None:  # noqa: B027 - no other ranks
+        """Exchange the sums of these, once a pass has summed all that it holds for them."""
 
 
 class ClippedSums(SumsOfOne):
     """What one engine has summed since its last real step, by parameter.
 
     `p.summed_grad` shows a sum and is never read back: another engine of the same parameter, or a
-    caller, could put something in its place that nobody has clipped. A copy is born empty: raw sums
-    are neither copied nor pickled with a model, nor with its parameters (`ShownSum`).
+    caller, could replace it by something unclipped. A copy is empty: raw sums are neither copied nor
+    pickled with a model, nor with its parameters (`ShownSum`).
     """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[Tensor, int, nn.Parameter, Tensor]] = {}
-        """By the parameter's id, which is quicker to find than itself; no other has it: it is held."""
+        """By the parameter's id, which is quicker to look up, and unique while the parameter is held."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClippedSums:
         return ClippedSums()
@@ -97,8 +97,9 @@ class ClippedSums(SumsOfOne):
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
         if clipped.shape != parameter.shape and clipped.numel() != parameter.numel():
             raise GraphError(
-                f"a rule recorded gradients of size {clipped.numel()} for a parameter of shape "
-                f"{list(parameter.shape)}; a record holds [b, *parameter shape]"
+                f"A rule recorded gradients of size {clipped.numel()} for a parameter of shape "
+                f"{list(parameter.shape)}. Record gradients of shape [b, *parameter.shape].",
+                doc="layer-rule",
             )
         total = self.take(parameter)
         if total is None:
@@ -114,7 +115,7 @@ class ClippedSums(SumsOfOne):
         parameter.summed_grad = shown  # type: ignore[attr-defined]
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum of this parameter; None where no sample has touched it.
+        """The sum of this parameter; None if no sample has touched it.
 
         Raises:
             StepError: if `p.summed_grad` is not what was summed, as far as this can be seen.
@@ -126,7 +127,7 @@ class ClippedSums(SumsOfOne):
         return total
 
     def take_all(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """The sums of these parameters, as of `take`."""
+        """The sums of these parameters, as `take` returns them."""
         held = [self._held.get(own, _NONE) for own in map(id, parameters)]
         shown = _shown_of(parameters)
         alike = all(map(is_, shown, [own for *_, own in held]))
@@ -145,23 +146,23 @@ class ClippedSums(SumsOfOne):
 
 
 def changed(what: str) -> StepError:
-    """Sums were changed by somebody else."""
+    """The error for a sum that was changed from outside."""
     return StepError(
-        f"p.summed_grad of {what} was set or changed since its samples were clipped and summed: it is "
-        "there to be read; change p.grad after the noise (optimizer.pre_step() or a step hook), and "
-        "call optimizer.zero_grad() now"
+        f"p.summed_grad of {what} was changed after its samples were clipped and summed. Call "
+        "optimizer.zero_grad(), and change p.grad after the noise instead (optimizer.pre_step()).",
+        doc="changed-tensors",
     )
 
 
 # -------------------------------------------------------------------------------------------------
-# What a pass computes for several parameters at once: small operations cost most when they begin.
+# What a pass computes for several parameters at once, because each small operation has a fixed cost.
 
 
 SMALL = 4096
 """Entries up to which a parameter's kept gradients wait for others of their size."""
 
 ROOM = 32 << 20
-"""Bytes of sums of linear layers, computed together, that are always allowed."""
+"""Bytes that sums of linear layers, computed together, may always take."""
 
 
 @dataclass
@@ -171,12 +172,12 @@ class Entry:
     parameter: nn.Parameter
     records: list[Record]
     norm_sq: Tensor | ops.LaterNorm | None = None
-    """[b], or what it is made of; None until the pass ends."""
+    """[b], or the parts that it is computed from; None until the pass ends."""
     rows: Tensor | None = None
-    """In the place of records: gradients [b, n] of a small parameter, in the accumulation type."""
+    """Instead of records: gradients [b, n] of a small parameter, in the accumulation type."""
 
     def join(self, record: Record) -> None:
-        """One more contribution."""
+        """Add one more contribution."""
         self.settle()
         self.records[:] = [own.settled() for own in self.records]
         join(self.records, record.settled())
@@ -190,19 +191,19 @@ class Entry:
 
 
 def alone(entries: Iterable[Entry]) -> list[Entry]:
-    """Those with one record, whose norm is not known."""
+    """The entries with one record and an unknown norm."""
     return [entry for entry in entries if entry.norm_sq is None and len(entry.records) == 1]
 
 
 def _is_small(record: Record) -> bool:
-    """It holds the gradients of a small parameter, as they are."""
+    """Whether it holds the gradients of a small parameter, unchanged."""
     if type(record) is not KeptRecord or not record.as_given:
         return False
     return record.gradients.dim() > 0 and record.gradients.shape[1:].numel() <= SMALL
 
 
 class Stack(Protocol):
-    """What several parameters have together, each from one use of its own.
+    """What several parameters share, each from one use of its own.
 
     Attributes:
         parameters: k of them. device: on which their sums are computed.
@@ -230,7 +231,7 @@ class KeptStack:
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """Device of the gradients."""
         return self.gradients.device
 
     def norms(self) -> Tensor:
@@ -249,7 +250,7 @@ class KeptStack:
 
 
 def norms_of_linear(entries: Sequence[Entry]) -> list[Stack]:
-    """Linear layers of one kind get their norms together on a GPU, with their biases' gradients.
+    """Compute norms of linear layers of one kind together on a GPU, with their biases' gradients.
 
     Args:
         entries: with one record each, as are those of the functions below.
@@ -280,7 +281,7 @@ def norms_of_linear(entries: Sequence[Entry]) -> list[Stack]:
                 small, samples = by_size.setdefault(size, ([], []))
                 small += [biases.pop(id(x)) for _, x in some]
                 samples.append(gradients)
-    for entry in biases.values():  # whose weight has other uses
+    for entry in biases.values():  # their weights have other uses
         entry.records[:] = [entry.records[0].settled()]
     return [
         _stacked(small, samples[0] if len(samples) == 1 else torch.cat(samples))
@@ -312,11 +313,10 @@ def stack_small(entries: Iterable[Entry]) -> list[Stack]:
     """Small parameters' gradients, taken out of their entries, which get their norms.
 
     Args:
-        entries: all of a pass, in the order of the parameters: how these lie together does not follow
-            from the way in which they were recorded.
+        entries: all of a pass, in the order of the parameters, whatever the order of their recording.
 
     Raises:
-        GraphError: one was changed in place since it was recorded.
+        GraphError: one was changed in place after it was recorded.
     """
     groups: dict[Any, tuple[list[Entry], list[Tensor]]] = {}
     for entry in entries:
@@ -340,10 +340,10 @@ def stack_small(entries: Iterable[Entry]) -> list[Stack]:
 
 
 def finish_norms(entries: Iterable[Entry], last_input: ops.LastInput) -> None:
-    """Norms of all that has one record; their last operations are made for several layers at once.
+    """Compute norms of all entries with one record, the last operations for several layers at once.
 
     Args:
-        last_input: what is known of the one that was met last.
+        last_input: what is known about the last input.
     """
     groups: dict[Any, list[tuple[Entry, ops.LaterNorm]]] = {}
     for entry in entries:
@@ -361,7 +361,7 @@ def finish_norms(entries: Iterable[Entry], last_input: ops.LastInput) -> None:
 class LinearSums:
     """Clipped sums of linear layers on a GPU, of layers of one kind together.
 
-    Records are let go of when their group is summed, and its sums come into being at once: no more
+    Records are freed when their group is summed. Its sums are computed at once, and take no more bytes
     than ROOM, or than the operands of one of its layers.
 
     Args:
@@ -387,7 +387,7 @@ class LinearSums:
         return True
 
     def finish(self) -> None:
-        """Sum what waits."""
+        """Sum the layers that wait."""
         for waiting in self._waiting.values():
             self._sum(waiting)
 

@@ -1,12 +1,11 @@
-"""Bare layers in a model that torch.compile makes one graph of: pure functions with taps.
+"""Bare layers in a model that torch.compile turns into one graph: pure functions with taps.
 
-A compiler keeps no side effects of a backward pass. So each call of a layer is given taps, inputs of
-which its result does not depend, and what it would list (`fastclip.backward.bare`) are their gradients.
-All taps of a forward pass are outputs of one function, whose backward takes what they get.
+A compiler keeps no side effects of a backward pass. So each call of a layer gets taps: extra inputs that
+do not change its result. Their gradients are what the call would list (`fastclip.backward.bare`). All
+taps of a forward pass are outputs of one function, and its backward takes their gradients.
 
-A tap has the shape of its gradient: a pass that has listed the same layers, run as it is, tells it for
-any number of samples. A call for which there is no tap, or that of another, goes its usual way, in the
-same pass.
+A tap has the shape of its gradient. An uncompiled pass over the same layers shows this shape for any
+number of samples. A call without a matching tap goes through `PrivateLayer` in the same pass.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fastclip.rules.contribution import LastCast, multiplied
 from fastclip.rules.records import written_to
 
 _MOST = 32
-"""Kinds of calls whose shapes are remembered."""
+"""Number of kinds of calls for which shapes are kept."""
 Kind = tuple[torch.Size, torch.dtype]
 """Of a tensor [b, ...], without b."""
 
@@ -38,7 +37,7 @@ class Use(NamedTuple):
     """A call of a layer, as a pass has listed it.
 
     Attributes:
-        number: of the layer. operand, gradient: what it has left; no operand of a table of embeddings.
+        number: of the layer. operand, gradient: what it has left. An embedding leaves no operand.
     """
 
     number: int
@@ -48,13 +47,13 @@ class Use(NamedTuple):
 
 @dataclass
 class Layer:
-    """A layer whose calls may be given taps.
+    """A layer with calls that may get taps.
 
     Attributes:
         slot: of fastclip.backward.python_nodes. weight, bias: as planned.
-        lists: "operands", samples' "gradients", or "indices". number_of_all: another one for each layer.
-        settings: its module's attributes by which it computes.
-        key: of what it computes and leaves, among all layers: a graph has it as a constant.
+        lists: "operands", per-sample "gradients", or "indices". number_of_all: unique among all layers.
+        settings: its module's attributes that the computation uses.
+        key: of its computation and lists, unique among all layers. A graph holds it as a constant.
     """
 
     number: int
@@ -74,11 +73,11 @@ class Layer:
 
     @property
     def as_planned(self) -> bool:
-        """It computes what it did when it was planned."""
+        """Whether it still computes what it did when it was planned."""
         return bool(self.slot.holds(self.module))
 
     def with_parameters(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """The module with these tensors in place of its parameters, not trained where those are not."""
+        """The module with these tensors instead of its parameters, and their `requires_grad`."""
         made = object.__new__(type(self.module))
         own: dict[str, Any] = {"weight": weight.detach().requires_grad_(self.weight.requires_grad)}
         if self.bias is not None and bias is not None:
@@ -90,13 +89,13 @@ class Layer:
 
 @dataclass
 class Given:
-    """What one layer's calls are given in a forward pass.
+    """What one layer's calls get in a forward pass.
 
     Attributes:
-        weight, bias: detached, so that a graph has no edge to parameters, which get no gradient of it.
-        taps: of each call; one that has no operand has one tap. used: calls so far.
-        eager: one of them ran as it is.
-        indices: of each call of a table, and how often it had been written to as the forward pass ended.
+        weight, bias: detached, because a graph must have no edge to parameters.
+        taps: of each call; a call without an operand has one tap. used: calls so far.
+        eager: one of them ran uncompiled.
+        indices: of each call of an embedding. versions: of these tensors as the forward pass ended.
     """
 
     layer: Layer
@@ -110,9 +109,9 @@ class Given:
 
 
 GIVEN: dict[int, Given] = {}
-"""In the forward pass that runs, by the numbers of layers among all."""
+"""Of the running forward pass, by the layers' numbers among all."""
 _LAYERS: WeakValueDictionary[str, Layer] = WeakValueDictionary()
-"""By their keys: a graph has constants and tensors alone."""
+"""By their keys, because a graph holds only constants and tensors."""
 
 
 def _given(layer: Layer) -> Given:
@@ -121,7 +120,7 @@ def _given(layer: Layer) -> Given:
 
 
 def call(number: int, module: nn.Module, x: Any) -> Tensor | None:
-    """A layer's call, which torch.compile may trace; None where it is to go its usual way."""
+    """A layer's call, which torch.compile may trace; None if it must go through `PrivateLayer`."""
     given = GIVEN.get(number)
     if given is None or given.used == len(given.taps) or not torch.is_grad_enabled():
         return None
@@ -129,7 +128,7 @@ def call(number: int, module: nn.Module, x: Any) -> Tensor | None:
     same = own["weight"] is layer.weight and own.get("bias") is layer.bias
     if not same or not _fits(layer, x, first, second):
         return None
-    for name, value in layer.settings:  # a graph has them as constants
+    for name, value in layer.settings:  # constants in a graph
         if getattr(module, name) != value:
             return None
     given.used += 1
@@ -141,7 +140,7 @@ def call(number: int, module: nn.Module, x: Any) -> Tensor | None:
 
 
 def _fits(layer: Layer, x: Any, first: Tensor | None, second: Tensor) -> bool:
-    """Whether a call with this input leaves what the taps take."""
+    """Whether a call with this input fits the taps."""
     if not isinstance(x, Tensor) or x.device != second.device:
         return False
     if layer.lists == "operands" and second.dtype != multiplied(x):
@@ -156,7 +155,7 @@ def _fits(layer: Layer, x: Any, first: Tensor | None, second: Tensor) -> bool:
 def _in_graph(
     key: str, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, second: Tensor
 ) -> Tensor:
-    """One call in dynamo's graph; what the graph is made for looks inside."""
+    """One call in dynamo's graph, which the compiler's backend traces into."""
     layer = _LAYERS[key]
     x, extra = layer.slot.rule.prepare(layer.with_parameters(weight, bias), (x,), {})
     out: Tensor = _TappedLayer.apply(layer, extra, x, weight, bias, first, second)
@@ -164,7 +163,7 @@ def _in_graph(
 
 
 class _TappedLayer(Function):
-    """A layer; the gradients of its two taps are what it lists."""
+    """A layer; it lists the gradients of its two taps."""
 
     @staticmethod
     def forward(
@@ -201,15 +200,16 @@ class _TappedLayer(Function):
         for tap, got in zip(ctx.kinds, (operand, own), strict=True):
             if None not in (tap, got) and tap != got.dtype:
                 raise GraphError(
-                    f"{type(layer.module).__name__} leaves {got.dtype} for clipping, where {tap} was "
-                    "learnt; call the model without torch.compile"
+                    f"{type(layer.module).__name__} records {got.dtype} for clipping, but an earlier "
+                    f"pass recorded {tap}. Call the model without torch.compile.",
+                    doc="compile-and-graphs",
                 )
         return (*nothing, found, *nothing, None if layer.lists == "indices" else operand, own)
 
 
 @private_function
 class _Taps(Function):
-    """All taps of a forward pass. Its backward lists what they get."""
+    """All taps of a forward pass. Its backward lists their gradients."""
 
     @staticmethod
     def forward(ctx: Any, tapped: TappedLayers, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -239,7 +239,7 @@ class _Taps(Function):
 
 @dataclass
 class _Pass:
-    """A forward pass whose layers are given taps."""
+    """A forward pass in which layers get taps."""
 
     forward: Any
     rows: int
@@ -250,11 +250,11 @@ class _Pass:
 
 
 class TappedLayers:
-    """The layers of one model whose calls may be given taps.
+    """The layers of one model with calls that may get taps.
 
     Attributes:
-        slots: of the bare layers. left: what taps have got, as `fastclip.backward.bare.Left`.
-        learning: the kind of the call that runs, of which a pass is to tell what its layers list.
+        slots: of the bare layers. left: gradients of taps, as `fastclip.backward.bare.Left`.
+        learning: the kind of the running call, if its pass must show what its layers list.
     """
 
     def __init__(self, slots: Any) -> None:
@@ -264,27 +264,27 @@ class TappedLayers:
         self.learning: Hashable = None
         self.running: Any = None
         self.eager = False
-        """Calls with taps ran as they are: torch.compile has given up on code that makes them."""
+        """Calls with taps ran uncompiled: torch.compile has given up on code that makes them."""
         self._seen: dict[Hashable, list[Use]] = {}
         self._noted: list[tuple[Any, Use]] = []
         self._versions = 0
-        """Of what `left` holds, when it was taken."""
+        """Of the tensors in `left`, when they were taken."""
 
     def plan(self, layers: dict[int, Layer]) -> None:
-        """These are the model's layers from now on, by their numbers."""
+        """Set the model's layers, by their numbers."""
         self.layers = layers
         _LAYERS.update((layer.key, layer) for layer in layers.values())
         self._seen.clear()
         self.learning, self.eager = None, False
 
     def lay(self, forward: Any, kind: Hashable) -> bool:
-        """A forward pass begins.
+        """Begin a forward pass.
 
         Args:
             kind: of the call.
 
         Returns:
-            Whether its calls have taps; if not, it is to run as it is, for their shapes to be learnt.
+            Whether its calls have taps. If not, it must run uncompiled, which shows their shapes.
         """
         if self.eager:
             return False
@@ -319,7 +319,7 @@ class TappedLayers:
             one.versions = [*map(version_of, one.indices)]
 
     def take(self, running: Any, gradients: Sequence[Tensor | None], wanted: set) -> None:
-        """A backward pass has reached the taps."""
+        """Take the gradients of the taps, which a backward pass has reached."""
         if self.slots.paused or not wanted:
             return
         if not self.slots.opened:
@@ -342,14 +342,14 @@ class TappedLayers:
             self._versions += version_of(second) + (0 if first is None else version_of(first))
 
     def taken(self) -> tuple[list[tuple], bool]:
-        """What taps have got, and whether one of the tensors was written to since; it is let go of."""
+        """The taps' gradients, which are forgotten, and whether one was written to since."""
         left, before = self.left, self._versions
         self.left, self._versions = [], 0
         now = (version_of(x) for one in left for x in one[2:4] if x is not None)
         return left, sum(now) != before
 
     def note(self, left: Iterable[tuple]) -> None:
-        """A pass that is learnt from has listed this."""
+        """Note what a pass has listed, while `learning`."""
         for number, forward, x, g, *_ in left:
             layer = self.layers.get(number)
             if layer is None:
@@ -369,7 +369,7 @@ class TappedLayers:
 
 
 def what_lists(slot: Any) -> str:
-    """What such a layer lists."""
+    """The kind of tensors that such a layer lists."""
     if isinstance(slot, python_nodes.Norm):
         return "gradients"
     return "indices" if isinstance(slot, python_nodes.Lookup) else "operands"

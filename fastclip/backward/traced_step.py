@@ -1,9 +1,9 @@
 """The first steps of a private model, traced from the batch to the clipped sums.
 
-Short runs have found where the samples are inside the model (fastclip.samples). The rest is judged here,
-by the user's own first two steps, and by those that go a new way: what mixes samples between the loader
-and the model, the loss outside the model, trained tensors that are none of the model's (fastclip.trace),
-and, where no values were compared, the model's forward at its full size.
+Dry runs on few samples have located the samples inside the model (fastclip.samples). The rest is
+checked here, in the user's first two steps and in steps that take a new path. This concerns operations
+between the loader and the model that mix samples, the loss outside the model, trained tensors outside
+the model (fastclip.trace), and, if no values were compared, the model's forward at its full size.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ from fastclip.trace.numbers import Numbers
 from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
 _STEPS = 2
-"""Steps that are traced: of another batch size, the second tells a constant from 1 / b."""
+"""Steps that are traced. With another batch size, the second shows whether a factor is 1 / b."""
 JUDGED: list[Callable[[TraceLog], None]] = []
-"""Told of the verdict on each traced step, before anything of it is summed."""
+"""Called with the verdict on each traced step, before anything of it is summed."""
 _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
 _LATE: list[Tracer] = []
-"""Those that could not leave their places when their models were gone."""
+"""Tracers that could not leave the mode stack when their models were gone."""
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Ignore the call."""
 
 
 def leave_late() -> None:
-    """Try again where `_leave_for_good` was in vain."""
+    """Try again for tracers for which `_leave_for_good` failed."""
     _LATE[:] = [tracer for tracer in _LATE if not tracer.leave()]
 
 
 def _leave_for_good(tracers: list[Tracer]) -> None:
-    """Their models are gone, perhaps as garbage in the middle of an operation."""
+    """Let tracers leave: their models are gone, perhaps as garbage in the middle of an operation."""
     _LATE.extend(tracers)
     leave_late()
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What was known of a layer's output as it was made."""
+    """What was known about a layer's output when it was computed."""
 
     shadow: Shadow
     cause: object | None
@@ -94,36 +94,36 @@ class _Step:
     tracer: Tracer
     law: Law
     uses: int = 0
-    """Outputs of layers and uses whose graph is held by somebody."""
+    """Number of outputs of layers and uses with a graph that still exists."""
     seeded: bool = False
-    """The batch of the loader has been seen."""
+    """The loader's batch has been recorded."""
     unproven: object | None = None
-    """What in the model's forward the trace does not prove: there looks on few samples decide."""
+    """What the trace does not prove in the model's forward; dry runs on few samples decide there."""
     mixes: object | None = None
-    """Where what a layer or use has given followed from several samples."""
+    """Where the output of a layer or use depended on several samples."""
     forwards: int = 0
     reads: int = 0
-    """How often Python had read numbers when the model was called; all, if it asked before."""
+    """How often Python had read numbers when the model was called; all, if it branched before."""
     proven: bool = False
-    """No values were compared in the model's forward: what is found there counts."""
+    """No values were compared in the model's forward, so the trace decides there."""
     judged: bool = False
     """A backward pass has been judged; others of the same batch may come until the optimizer steps."""
     rows: Tensor | None = None
     """The sample of each entry of the inputs that the model was called with last."""
     opened: bool = False
-    """The backward pass under way trains the model."""
+    """The running backward pass trains the model."""
     by_outputs: bool = True
-    """The loss follows from the model by its outputs alone, which looks compare."""
+    """The loss depends on the model through its outputs alone, which dry runs compare."""
     outputs: set[int] = field(default_factory=set)
     """The numbers of the nodes of the model's outputs."""
     reached: set[int] = field(default_factory=set)
     """The numbers of the nodes behind the losses."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
-    """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
+    """Trained tensors outside the model that got a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def next_pass(self) -> None:
-        """Another part of the batch may follow."""
+        """Prepare for another part of the batch."""
         self.judged, self.unproven, self.mixes, self.rows = True, None, None, None
         self.tracer.report, self.law = Report(), Law(self.tracer)
 
@@ -132,8 +132,8 @@ class StepTrace:
     """Traces the first steps of one private model.
 
     Args:
-        names: its trained parameters. others: its other parameters. axis: of the samples. steps: that
-            are traced; none of a copy, which has no optimizer.
+        names: its trained parameters. others: its other parameters. axis: of the samples.
+        steps: number of steps to trace; 0 in a copy, which has no optimizer.
     """
 
     def __init__(
@@ -142,19 +142,19 @@ class StepTrace:
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
         self.left, self._alone, self._traces = steps, steps, bool(steps)
-        """How many steps on one sample are still traced: none shows whether samples meet."""
+        """Number of steps on one sample that are still traced; these cannot show mixing."""
         self.log = TraceLog()
         self._memory, self._numbers = Memory(SHADOWS), Numbers()
         self._placed: list[Tracer] = []
-        """Those that lie among the modes of a thread: the running step's, and what could not leave."""
+        """Tracers on the mode stack of a thread: the running step's, and those that could not leave."""
         weakref.finalize(self, _leave_for_good, self._placed)
         self._step: _Step | None = None
         self.misplaced: Callable[[], None] = _nothing
+        """Called if samples lie elsewhere than the engine assumes."""
         self.owns: Callable[[Any], bool] = bool
         """Whether a node of C++ is a layer of this model that contributes."""
-        """Called where samples lie elsewhere than the engine takes them to."""
         self._begin_early = False
-        """The next step is to be traced from before the call of a compiled function on."""
+        """The next step must be traced from before the call of a compiled function."""
         self._remove: Callable[[], None] | None = None
         self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
@@ -169,51 +169,51 @@ class StepTrace:
     # What is traced
 
     def know(self, model: nn.Module) -> None:
-        """What it holds now is constant."""
+        """Record the tensors that the model holds now as constants."""
         self._constants = [weakref.ref(x) for x in _tensors_in(model)]
 
     def listen(self, draws: SampledBatches, views: int = 1) -> None:
-        """Hear of the batches that loaders hand out, in so many views, while steps are to be traced."""
+        """Observe the batches that loaders hand out, in so many views, while steps are traced."""
         self._memory.views = views
         if not self.left:
             return
         me = weakref.ref(self)
 
-        def told(iterator: Any, batch: Any) -> None:
+        def handed(iterator: Any, batch: Any) -> None:
             leave_late()
             trace = me()
             if trace is None or not trace.wanted:
-                batch_calls.remove(told)
+                batch_calls.remove(handed)
             elif draws.reads(iterator):
                 trace.handed(iterator, batch, draws.in_hand)
 
-        self._remove = partial(batch_calls.remove, told)
-        batch_calls.add(told, all_aside)  # the next batch is drawn beside the step
-        weakref.finalize(self, batch_calls.remove, told)
+        self._remove = partial(batch_calls.remove, handed)
+        batch_calls.add(handed, all_aside)  # the next batch is sampled outside the step
+        weakref.finalize(self, batch_calls.remove, handed)
 
     @property
     def wanted(self) -> bool:
-        """A step is being traced, or still to be."""
+        """Whether a step is traced now or later."""
         return bool(self.left) or self._step is not None
 
     @property
     def observing(self) -> bool:
-        """Operations of this thread are being followed."""
+        """Whether operations of this thread are traced."""
         step = self._step
         return step is not None and step.tracer.observing
 
     def aside(self) -> AbstractContextManager[None]:
-        """What runs inside is the engine's own: the steps of other models see nothing of it, either."""
+        """Hide the engine's own operations inside, from traced steps of other models too."""
         return all_aside() if RUNNING else nullcontext()
 
     def handed(self, iterator: Any, batch: Any, drawn: Collection[int]) -> None:
-        """A loader hands out a batch, of one of these numbers of samples: a step begins."""
+        """Begin a step: a loader hands out a batch, with one of these numbers of samples."""
         step = self._step
         if not torch.is_grad_enabled() or self._is_enough(max(drawn, default=0)):
             return
         if step is not None:
             if step.tracer.here and step.seeded and not step.forwards:
-                return  # a prefetcher draws ahead: its first batch is the step's
+                return  # a prefetcher samples ahead: its first batch is the step's
             if step.forwards and not step.tracer.here:
                 return  # another thread trains
         self.end()
@@ -226,12 +226,12 @@ class StepTrace:
         weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step)).atexit = False
 
     def _is_enough(self, samples: int | None) -> bool:
-        """A step on one sample shows nothing more."""
+        """Whether the step has one sample and shows nothing new."""
         return samples == 1 and not self._alone
 
     @staticmethod
     def _gone(me: weakref.ref[StepTrace], step: weakref.ref[_Step]) -> None:
-        """The loop over the loader has been left."""
+        """End the step, because the loop over the loader has been left."""
         trace, left = me(), step()
         if trace is not None and left is not None and trace._step is left:
             trace.end()
@@ -242,11 +242,11 @@ class StepTrace:
         self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None, *,
         flat: bool, proven: bool = False, asked: bool = False,
     ) -> None:  # fmt: skip
-        """The model's own forward begins on these inputs, with the samples along these axes.
+        """Begin the model's own forward on these inputs, with the samples along these axes.
 
         Args:
-            flat: the samples' ids are in one list, which offsets divide. proven: no values of it were
-                compared. asked: its questions are known to have no effect.
+            flat: the samples' ids are in one list, divided by offsets. proven: no values of it were
+                compared. asked: its branches are known to have no effect.
         """
         if current_task() != -1 or not torch.is_grad_enabled():
             return
@@ -272,7 +272,7 @@ class StepTrace:
             for leaf, axis in pairs:
                 check_input(step.tracer, leaf)
                 if not seed_input(step.tracer, leaf, axis, batch) or flat:
-                    step.unproven = "inputs without an axis of samples"
+                    step.unproven = "inputs without a batch axis"
             step.rows = next(
                 (r for x in pairs if (r := samples_of_input(step.tracer, *x)) is not None), None
             )
@@ -281,7 +281,7 @@ class StepTrace:
 
     @staticmethod
     def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:
-        """The model is called with the batch of the running step, or a part of it, on its thread."""
+        """Whether the call has the batch of the running step, or a part of it, on its thread."""
         memory = step.tracer.memory
         if not step.tracer.here:
             return False
@@ -310,7 +310,7 @@ class StepTrace:
         return step
 
     def end(self) -> None:
-        """The step is over, or given up."""
+        """End the step, or give it up."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -326,7 +326,7 @@ class StepTrace:
             self._remove = None
 
     def over(self) -> None:
-        """The optimizer steps, or clears what was summed."""
+        """End a judged step, because the optimizer steps or clears the sums."""
         if self._step is not None and self._step.judged:
             self.end()
         self.leave()
@@ -344,13 +344,11 @@ class StepTrace:
         step.tracer.lines.enter_backward()
         self._walk(step, losses)
         with step.tracer.aside():
-            for loss, gradient in zip(
-                losses, gradients, strict=False
-            ):  # too few are torch's to name
+            for loss, gradient in zip(losses, gradients, strict=False):  # torch reports too few
                 seed_gradient(step.tracer, loss, gradient)
 
     def is_public(self, gradient: Tensor) -> bool:
-        """Whether a gradient follows from no sample, as far as the step under way is followed."""
+        """Whether a gradient depends on no sample, as far as the running step is traced."""
         step = self._step
         if step is None or step.tracer.python.may_hold_samples:
             return False
@@ -360,8 +358,8 @@ class StepTrace:
 
     @staticmethod
     def _walk(step: _Step, losses: Sequence[Tensor]) -> None:
-        """Which nodes are behind the losses, and whether they meet what the model's forward has made at
-        its outputs alone.
+        """Find the nodes behind the losses, and whether these reach the model's forward through its
+        outputs alone.
         """
         step.by_outputs = True
         ahead = [(x.grad_fn, False) for x in losses]
@@ -377,13 +375,13 @@ class StepTrace:
                 ahead += [(below, of_model) for below, _ in node.next_functions]
 
     def ended(self, failed: bool) -> None:
-        """A backward pass is over, and has put the modes back."""
+        """Note that a backward pass is over and has restored the modes."""
         if failed:
             self.end()
         self.leave()
 
     def leave(self) -> None:
-        """Give up the places of modes whose steps have ended where they could not leave."""
+        """Remove modes of ended steps that could not be removed before."""
         running = None if self._step is None else self._step.tracer
         self._placed[:] = [x for x in self._placed if x is running or not x.leave()]
         if self._step is None and not self._placed:
@@ -392,11 +390,11 @@ class StepTrace:
     # What a step shows
 
     def seen(self, out: Tensor, made_of: Tensor | None = None) -> Seen | None:
-        """What is known of the output of a layer or of a use of a parameter, just made.
+        """What is known about the output of a layer or of a use of a parameter, just computed.
 
         Args:
-            made_of: the layer's input. What holds samples there and none in the output was computed
-                past torch.
+            made_of: the layer's input. If it holds samples and the output holds none, the output was
+                computed outside torch.
         """
         step = self._step
         if step is None or not step.tracer.observing:
@@ -407,7 +405,7 @@ class StepTrace:
         if unmade and made_of is not None and tracer.shadow_of(made_of).held:
             with tracer.aside():
                 shadow = tracer.made(at.everywhere(at.UNSEEN, out.dim()))
-                tracer.memory.write(out, shadow, tracer.cause("a kernel past torch"))
+                tracer.memory.write(out, shadow, tracer.cause("a kernel outside torch"))
         found = Seen(shadow, tracer.memory.cause(out), step.rows)
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
             step.unproven = step.mixes = found.cause or "order"
@@ -417,7 +415,7 @@ class StepTrace:
 
     @staticmethod
     def _freed(me: weakref.ref[StepTrace], held: weakref.ref[_Step]) -> None:
-        """The graph behind an output is gone; behind all of them, no backward pass comes any more."""
+        """Note that the graph of an output is gone. Without any graph, no backward pass can follow."""
         trace, step = me(), held()
         if step is None:
             return
@@ -430,10 +428,10 @@ class StepTrace:
         self, use: str, seen: Seen | None, gradient: Tensor,
         samples_of: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:  # fmt: skip
-        """The gradient of a layer's output has come.
+        """Check the gradient of a layer's output.
 
         Args:
-            use: the layer, or the use. samples_of: the sample of every entry, as the engine takes it.
+            use: the layer, or the use. samples_of: the sample of every entry, as the engine assumes.
         """
         step = self._step
         if step is None or seen is None or not step.tracer.observing:
@@ -458,7 +456,7 @@ class StepTrace:
         self, x: Tensor | None, g: Tensor, seen: Seen | None,
         samples_of: Callable[[Tensor], Tensor | None],
     ) -> None:  # fmt: skip
-        """A private layer has returned its input's gradient: the steps of all models are told.
+        """Record a private layer's input gradient in the traced steps of all models.
 
         Args:
             x: that gradient. g: of the layer's output. seen: of that output. samples_of: the sample of
@@ -473,12 +471,12 @@ class StepTrace:
             with tracer.aside():
                 came = tracer.shadow_of(g)
                 if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
-                    continue  # made of no sample, as a generator's samples are
+                    continue  # it depends on no sample, as random noise does
                 samples = as_given(samples_of(x), None if seen is None else seen.rows)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
                 factor = came.factor
-                if tracer is own and came.mixed and factor is None:  # the engine says whose it is
+                if tracer is own and came.mixed and factor is None:  # the engine knows the samples
                     factor = next(iter(tracer.report.factors), None)
                 moved = came.flags & MOVED if seen is None else seen.shadow.flags & MOVED
                 shadow = tracer.made(samples.to(at.KIND).contiguous(), moved, factor=factor)
@@ -486,25 +484,25 @@ class StepTrace:
                 tracer.memory.write(x, shadow, cause)
 
     def proves(self, out: Any) -> bool:
-        """Whether the forward that returns this is proven, or nobody has looked."""
+        """Whether the forward that returns this is proven, or not traced."""
         step = self._step
         if step is None or not step.tracer.observing:
             return True
         if step.unproven is None and step.proven:
             reads = len(step.tracer.report.reads) > step.reads
             step.unproven = self._mixing_of(step, out) or (
-                "numbers that it reads" if reads else None
+                "numbers that Python reads" if reads else None
             )
         step.proven &= step.unproven is None
         return step.unproven is None
 
     @property
     def mixes(self) -> object | None:
-        """Where the running forward was seen to join samples, if it was."""
+        """Where the running forward was seen to mix samples, if it was."""
         return None if self._step is None else self._step.mixes
 
     def returned(self, out: Any, batch: int | None) -> None:
-        """The model returns: if its forward is not proven, values have said what is in its outputs."""
+        """End the model's forward. If it is not proven, values have located samples in its outputs."""
         step = self._step
         if step is None:
             return
@@ -516,7 +514,7 @@ class StepTrace:
         tracer.memory.samples = tracer.memory.samples_in(batch or tracer.memory.samples)
         with tracer.aside():
             leaves = flatten(out)[0]
-            # Beside a packed sequence are a recurrent layer's states: layers, then samples.
+            # Next to a packed sequence are a recurrent layer's states: layers, then samples.
             axis_of = 1 if any(isinstance(x, PackedSequence) for x in leaves) else self._axis
             for leaf in leaves:
                 x = leaf.data if isinstance(leaf, PackedSequence) else leaf
@@ -531,7 +529,7 @@ class StepTrace:
 
     @staticmethod
     def _mixing_of(step: _Step, out: Any) -> object | None:
-        """Where outputs became more than sums over samples."""
+        """Where outputs became other functions of several samples than sums."""
         for x in tensors_of(out):
             own = step.tracer.shadow_of(x)
             if own.flags & ORDER or (own.mixed and (own.degree is None or own.factor is not None)):
@@ -539,10 +537,10 @@ class StepTrace:
         return None
 
     def check_outside(self) -> None:
-        """A pass that trains the model has been opened.
+        """Check a pass that trains the model, as it opens.
 
         Raises:
-            ParameterLeakError: it has trained another tensor that meets data, too; later ones raise it
+            ParameterLeakError: it has trained another tensor that meets data, too. Later ones raise it
                 as their gradient comes.
         """
         step = self._step
@@ -561,7 +559,7 @@ class StepTrace:
     # The verdict
 
     def judge(self, mean: bool, batch_size: int, *, scale_invariant: bool) -> None:
-        """The backward pass has ended; nothing has been summed.
+        """Judge a backward pass that has ended, before anything is summed.
 
         Args:
             mean: `loss_reduction`. scale_invariant: of the strategy.
@@ -597,7 +595,7 @@ class StepTrace:
             self._check_degree(degrees, mean, batch_size, report.shifts)
         except GraphError as error:
             self.log.error = error
-            self._tell()
+            self._report()
             raise
         finally:
             self.log.reports[:] = [*self.log.reports[1 - _STEPS :], report]
@@ -609,7 +607,7 @@ class StepTrace:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:
                 self._guard = LossGuard(self._is_ours, report.constant_labels)
             self.left = max(self.left - (not step.judged), report.counted)
-            self._tell()
+            self._report()
         elif self._alone:
             self._alone -= not step.judged
         if self._step is step:
@@ -617,9 +615,9 @@ class StepTrace:
         elif not self.left:
             self.end()
 
-    def _tell(self) -> None:
-        for told in JUDGED:
-            told(self.log)
+    def _report(self) -> None:
+        for judged in JUDGED:
+            judged(self.log)
 
     def _is_ours(self, node: Any) -> bool:
         call = getattr(node, "call", None)
@@ -631,7 +629,7 @@ class StepTrace:
         return grad_state.trace is self and not (call.paused or grad_state.paused)
 
     def guarded(self, norm_sq: Tensor, batch_size: int) -> Tensor:
-        """Squared norms; an error, or NaN, if what was found of the loss does not hold in this step."""
+        """Squared norms; an error or NaN if what was found about the loss does not hold in this step."""
         return norm_sq if self._guard is None else self._guard.checked(norm_sq, batch_size)
 
     def _check_degree(
@@ -646,20 +644,21 @@ class StepTrace:
         found = next((name for name, d in _DEGREES.items() if d == degree), None)
         kind = f"a {found} over the batch" if found else "neither a sum nor a mean over the batch"
         expected = "mean" if mean else "sum"
-        way_out = f"Pass loss_reduction={found!r}, or take" if found else "Take"
+        fix = f"Pass loss_reduction={found!r}, or take" if found else "Take"
         raise GraphError(
-            f"Your loss is {kind}, but loss_reduction={expected!r}: each sample's contribution "
-            f"depends on the batch size. {way_out} the {expected} of the samples' losses."
+            f"Your loss is {kind}, but loss_reduction={expected!r}, so each contribution depends on the "
+            f"batch size. {fix} the {expected} of the samples' losses.",
+            doc="coupled-loss",
         )
 
     def again(self, begins: bool) -> bool:
-        """A step goes a way that is new: it is traced, if it can be.
+        """Trace a step that takes a new path, if possible.
 
         Args:
             begins: with the model's own forward.
 
         Returns:
-            Whether it is.
+            Whether it is traced.
         """
         if not self._traces or in_compiled_call() or transformed():
             return False
@@ -669,7 +668,7 @@ class StepTrace:
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
-        """Inside no pass is traced, whatever comes: none of them contributes."""
+        """Trace no pass inside, because none of them contributes."""
         self.end()
         before, self._traces = self._traces, False
         try:

@@ -1,1 +1,1 @@
-"""Where the samples are in every tensor, and that no sample follows from another."""
+"""Locates the samples in every tensor, and checks that samples are independent."""

@@ -1,9 +1,9 @@
-"""Values say what a trace does not: a sample gives the same in any batch.
+"""Values show what a trace does not: a sample gives the same results in any batch.
 
-A trace proves the way that a run has taken. Where Python reads numbers of the batch to choose it, the
-same samples are run among other samples, among special ones, in another order, and among fewer.
-What every layer and use is given of a sample that was kept, what the call returns of it, and the
-gradients of all that, must stay the same. Whose an entry is, the tracer says in each run.
+A trace proves independence for the path that a run has taken. If Python reads numbers of the batch to
+choose the path, the same samples are run among other samples, among edge samples, in another order, and
+among fewer. For a kept sample, the inputs of every layer and use, the outputs of the call, and their
+gradients must stay the same. In each run the tracer identifies the sample of each entry.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fastclip.trace.tracer import all_aside
 
 _SEED = 1
 _LINES = 8
-"""Lines of Python's, at most, whose questions about one sample get another answer."""
+"""Maximum number of Python lines with questions about one sample that get another answer."""
 _ROUNDINGS = 64
 
 
 @dataclass
 class _Part:
-    """What one thing was given of each sample, call after call.
+    """What one layer, use or output got of each sample, call after call.
 
     Args:
-        values, gradients: of each sample, by its place in the run; no gradients where none arrived.
+        values, gradients: of each sample, by its position in the run; no gradients if none arrived.
     """
 
     moved: bool
@@ -50,38 +50,38 @@ class _Part:
 
 
 class _Given:
-    """What a run has given of each sample.
+    """The results of a run for each sample.
 
     Args:
-        samples: which samples were run. mixed: outputs that may be no part of a loss. like: of the
-            same samples, some of which are NaN here, so that only there values say whose an entry
-            is.
+        samples: the samples that were run. mixed: outputs that must not be part of a loss.
+        like: a run on the same samples. Some of them are NaN here, so only that run shows which sample
+            an entry belongs to.
     """
 
     def __init__(
         self, samples: list[int], mixed: Container[int], like: _Given | None = None
     ) -> None:
         self.rows, self.parts, self._mixed = samples, dict[Hashable, _Part](), mixed
-        self._owners: dict[tuple[Hashable, int], Tensor] = {}
-        self._like = None if like is None else like._owners
+        self._sample_of_entry: dict[tuple[Hashable, int], Tensor] = {}
+        self._like = None if like is None else like._sample_of_entry
         self._noted: list[tuple[Shown, Tensor, Tensor | None]] = []
         self.noise = 0.0
-        """Below which gradients are rounding alone, beside the largest of all."""
+        """Gradients below this size are rounding errors of the largest one."""
         self.draws = self.elsewhere = self.opaque = False
         self.answers: list[bool | float] = []
         self.of: list[tuple[int, str] | None] = []
-        """What Python asked, and the sample and line of each question that is about one."""
+        """The answers that Python got, and the sample and line of each question about one sample."""
         self.moved: set[Hashable] = set()
-        """What has no one place in this run."""
+        """Layers and uses without one batch axis in this run."""
 
     def scale(self, by: float) -> None:
-        """All gradients are so many times as large."""
+        """Multiply all gradients."""
         for part in self.parts.values():
             part.gradients = {n: [by * g for g in gs] for n, gs in part.gradients.items()}
         self.noise *= by
 
     def note(self, probe: Probe, output: Any) -> None:
-        """The run has returned this."""
+        """Note the output of the run."""
         probe.returns(output)
         for error in probe.coupled.values() if self._like is None else ():
             if error.of == OTHERS:
@@ -89,21 +89,21 @@ class _Given:
         self.moved = set(probe.moved)
         shown = [*probe.shown, *probe.outputs]
         with all_aside():
-            owners = self._all_owners(probe, shown)
+            samples = self._all_samples(probe, shown)
             asked = [x for x in shown if x.edge is not None]
             roots = [
                 x for x in probe.outputs
                 if x.edge is not None
                 and x.name not in self._mixed
-                and (x.of_all or id(x) in owners)
+                and (x.of_all or id(x) in samples)
             ]  # fmt: skip
-            seeds = [self._seed(x, owners.get(id(x))) for x in roots]
+            seeds = [self._seed(x, samples.get(id(x))) for x in roots]
         given = self._gradients(roots, asked, seeds) if roots else ()
         found = dict(zip(map(id, asked), given, strict=False))
-        self._noted = [(x, owners[id(x)], found.get(id(x))) for x in shown if id(x) in owners]
+        self._noted = [(x, samples[id(x)], found.get(id(x))) for x in shown if id(x) in samples]
 
     def take(self) -> None:
-        """The run is over, and nothing follows what is computed: take apart what it has given."""
+        """Split the results by sample, after the run and without tracing."""
         with all_aside():
             for x, own, gradient in self._noted:
                 self._add(x, own, gradient)
@@ -114,7 +114,7 @@ class _Given:
         self._noted = []
 
     def gives_nothing(self, sample: int) -> bool:
-        """Its gradients are all 0, or its norm is not finite: clipped, both are."""
+        """Whether its gradients are all 0 or not finite; both contribute nothing after clipping."""
         found = [g for part in self.parts.values() for g in part.gradients.get(sample, [])]
         return not all(bool(torch.isfinite(g).all()) for g in found) or not any(
             bool(g.any()) for g in found
@@ -122,10 +122,10 @@ class _Given:
 
     @staticmethod
     def _gradients(roots: list[Shown], asked: list[Shown], seeds: list[Tensor]) -> tuple[Any, ...]:
-        """Of the roots with respect to all that is asked.
+        """Gradients of the roots with respect to all of `asked`.
 
         Raises:
-            UnsupportedLayerError: random numbers of the backward pass are part of them, which no other
+            UnsupportedLayerError: they depend on random numbers of the backward pass, which no other
                 pass draws again.
         """
         outputs, before = [x.value for x in roots], torch.get_rng_state()
@@ -137,13 +137,14 @@ class _Given:
         for x, one, other in zip(asked, given, again, strict=True):
             if one is not None and other is not None and not close(one, other, VALUES):
                 raise UnsupportedLayerError(
-                    f"{where(called(x.name))}: the backward pass draws random numbers, so that samples' "
-                    "gradients differ from pass to pass. Draw them in the forward pass"
+                    f"{where(called(x.name))}: the backward pass draws random numbers, so per-sample "
+                    "gradients differ between passes. Draw the numbers in the forward pass.",
+                    doc="random-numbers",
                 )
         return given
 
-    def _all_owners(self, probe: Probe, shown: list[Shown]) -> dict[int, Tensor]:
-        """The sample of every entry, of what is of samples one by one."""
+    def _all_samples(self, probe: Probe, shown: list[Shown]) -> dict[int, Tensor]:
+        """The sample of every entry, for tensors whose entries depend on one sample each."""
         assert probe.followed is not None
         numbers, found = Counter[Hashable](), dict[int, Tensor]()
         for x in shown:
@@ -156,12 +157,12 @@ class _Given:
                 own = probe.followed.sample_of_entry(x.value, x.shadow)
             found[id(x)] = own
             if not x.moved:
-                self._owners[key] = own
+                self._sample_of_entry[key] = own
         return found
 
     def _seed(self, x: Shown, own: Tensor | None) -> Tensor:
-        """The gradient of an output: it follows from each sample's own number and values, wherever they
-        are."""
+        """The gradient of an output. It depends on each sample's own number and values, at any
+        position."""
         value = x.value.detach()
         if own is None:  # a sum; its mean is a sum of fewer times as much
             return torch.full_like(value, float(len(self.rows)) ** -(x.shadow.degree or 0))
@@ -184,15 +185,15 @@ class _Given:
 
 
 def _rounding_of(g: Tensor) -> float:
-    """How large a few roundings of its largest entry are."""
+    """The size of a few roundings of its largest entry."""
     if not g.numel() or g.is_complex():
         return 0.0
     return _ROUNDINGS * torch.finfo(g.dtype).eps * float(g.abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _by_sample(own: Tensor, like: Tensor) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-    """The samples in `own`, each with what takes its entries, which keep their shape where samples lie
-    along one axis."""
+    """The samples in `own`, each with a function that takes its entries. They keep their shape if
+    samples lie along one axis."""
     if not own.numel():
         return
     axes = [axis for axis, n in enumerate(own.shape) if n > 1 and own.stride(axis)]
@@ -213,14 +214,14 @@ def hold_apart(
     """Run the same samples in several batches.
 
     Returns:
-        The layers and uses that have no one place in one of them.
+        The layers and uses without one batch axis in one of them.
 
     Args:
-        probe_of: makes a probe of so many samples. mixed: outputs that may be no part of a loss.
-        whole: all samples of the batch are run.
+        probe_of: makes a probe of so many samples. mixed: outputs that must not be part of a loss.
+        whole: run all samples of the batch.
 
     Raises:
-        BatchSizeError: a sample gives something else in one of them.
+        BatchSizeError: a sample gives other results in one of them.
     """
     real = list(range(min(run.rows(cuts), MANY))) if whole else run.distinct(cuts)
     for synthetic in (True, False) if len(real) < 2 else (False,):
@@ -240,7 +241,7 @@ class _Batches:
     """Makes runs of the same samples in several batches.
 
     Args:
-        probe_of: makes a probe of so many samples. mixed: outputs that may be no part of a loss.
+        probe_of: makes a probe of so many samples. mixed: outputs that must not be part of a loss.
     """
 
     def __init__(self, run: Runs, probe_of: Callable[..., Probe], mixed: Container[int]) -> None:
@@ -251,10 +252,10 @@ class _Batches:
         self, some: list[int], change: Any = None, *, draws_alike: bool = False,
         like: _Given | None = None, wanted: Mapping[int, bool | float] = MappingProxyType({}),
     ) -> _Given:  # fmt: skip
-        """What it gives.
+        """The results of one run.
 
         Args:
-            wanted: answers to questions of Python's, by their numbers.
+            wanted: answers to Python's questions, by their numbers.
         """
         run, given = self.run, _Given(some, self._mixed, like)
         probe = self._probe_of(len(some), compares=True, draws_alike=draws_alike, change=change)
@@ -269,7 +270,7 @@ class _Batches:
         return given
 
     def attempt(self, some: list[int], change: Any = None, **how: Any) -> _Given | None:
-        """None where the model takes no such samples."""
+        """The results of one run; None if the model does not accept such samples."""
         try:
             return self.once(some, change, **how)
         except FastclipError:
@@ -282,7 +283,7 @@ class _Batches:
     def changed(
         self, samples: list[int], change: Change, kept: list[int], like: _Given | None = None
     ) -> _Given | None:
-        """Samples of which others are changed than these."""
+        """The results of a run in which all samples except `kept` are changed."""
         return self.attempt(samples, partial(of_others, change, kept), like=like)
 
 
@@ -314,8 +315,8 @@ def _hold_among_others(runs: _Batches, base: _Given) -> None:
 
 
 def _hold_whatever_one_answers(runs: _Batches, base: _Given) -> None:
-    """What Python asks about one sample says nothing of the others: another answer changes nothing of
-    theirs, however seldom it is given."""
+    """Another answer to a question about one sample changes nothing for the others, however rare the
+    answer is."""
     lines = set[str]()
     for k, asked in enumerate(base.of):
         if asked is None or asked[1] in lines or len(lines) == _LINES:
@@ -328,12 +329,12 @@ def _hold_whatever_one_answers(runs: _Batches, base: _Given) -> None:
 
 
 def _hold_in_any_order(runs: _Batches, base: _Given) -> None:
-    """Neither the order of samples nor their number changes anything, where all draw the same
+    """Neither the order of samples nor their number changes anything, if all draw the same random
     numbers."""
     samples, alike = base.rows, base.draws
     if alike:
         base = runs.once(samples, draws_alike=True)
-    if base.opaque:  # somebody's own operator has drawn, which draws as it does
+    if base.opaque:  # a custom operator has drawn random numbers, which cannot be controlled
         return
     back = [(i, len(samples) - 1 - i) for i in range(len(samples))]
     if (found := runs.attempt(samples[::-1], draws_alike=alike)) is not None:
@@ -360,26 +361,28 @@ def _hold(runs: _Batches, choice: int) -> None:
         if not base.elsewhere:
             raise
         raise BatchSizeError(
-            f"{error}. If only the random numbers differ, draw with torch's own functions, or switch an "
-            "augmentation of the model's off"
+            f"{error}. If only random numbers differ, draw them with torch's functions.",
+            doc="random-numbers",
         ) from None
 
 
 def _spreads() -> BatchSizeError:
     return BatchSizeError(
-        "a sample that is NaN or infinite changes what other samples give (0 * NaN is NaN). Compute "
-        "every row from itself alone (selected by numbers, or with torch.where), or begin the model's "
-        "forward with x = x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3), if it is exact for such numbers"
+        "A NaN or infinite sample changes the results of other samples, because 0 * NaN is NaN. Compute "
+        "each sample independently, or begin the model's forward with "
+        "x = x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3).",
+        doc="non-finite-samples",
     )
 
 
 def _batches(samples: list[int]) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
-    """Samples in which half of them are kept, and the others are copies of one that is, or move on."""
+    """Batches in which half of the samples are kept, and the others are copies of kept ones, or
+    shifted."""
     bits = max(1, (len(samples) - 1).bit_length())
     for bit in range(bits):
         for side in (0, 1):
             kept = [i for i in range(len(samples)) if (i >> bit) & 1 == side]
-            if side:  # the last that is kept before it: samples that are sorted stay so
+            if side:  # the last kept sample before it: sorted samples stay sorted
                 last = [
                     max((k for k in kept if k <= i), default=kept[0]) for i in range(len(samples))
                 ]
@@ -399,7 +402,7 @@ def _compare(
     for name, part in base.parts.items():
         found = other.parts.get(name)
         for mine, theirs in pairs:
-            # another use of the same numbers may take its place
+            # another use of the same numbers may replace it
             if found is None or _is_same(part, found, mine, theirs, allowed, noise):
                 continue
             nothing = base.gives_nothing(mine) and other.gives_nothing(theirs)
@@ -410,7 +413,7 @@ def _compare(
 def _is_same(
     one: _Part, other: _Part, mine: int, theirs: int, allowed: Any, noise: float | None
 ) -> bool:
-    """One thing was given the same; without `noise` whatever its gradients are."""
+    """Whether one part got the same; without `noise`, gradients are ignored."""
     moved = one.moved or other.moved
     a, b = one.values.get(mine, []), other.values.get(theirs, [])
     g = [] if noise is None else one.gradients.get(mine, [])
@@ -425,7 +428,7 @@ def _is_same(
 
 
 def _in_common(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """Each as far as the other one reaches."""
+    """Each of `some`, cut to the size of its counterpart in `others`."""
     pairs = zip(some, others, strict=False)
     return [x[tuple(slice(0, n) for n in y.shape)] for x, y in pairs]
 
@@ -453,7 +456,7 @@ def _agree(
 
 
 def _rows_in_order(given: list[Tensor]) -> Tensor:
-    """The numbers, of samples of one length in an order that follows from what is in them."""
+    """The numbers of samples of one length, in an order that depends on their values alone."""
     each = [x.reshape(len(x) if x.dim() > 1 else x.numel(), -1) for x in given if x.numel()]
     if len({x.shape[1] for x in each}) != 1:
         return torch.cat([x.reshape(-1) for x in given])
@@ -471,37 +474,37 @@ def _is_below(x: Tensor, noise: float) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What Python asks of a batch, yes or no (`if mask.all():`) or for a fraction of several samples
-# (`if x.mean().item() > 0:`), and whether the answers matter.
+# Python's questions about a batch, and whether the answers matter. A question is yes or no
+# (`if mask.all():`) or reads a fraction of several samples (`if x.mean().item() > 0:`).
 #
-# A call is run again with the other answer to each; instead of a fraction it is told far larger and
-# far smaller ones. If that is the same operations on the same operands, the answer, which follows
-# from all samples, has no effect (a warning). If the question is whether all of a mask is true, the
-# call is run as if nothing were hidden: both ways, with and without the mask, must then give the
-# same outputs and gradients. So they must if the question is whether some sample is special as it
-# was given (a text of several parts) and none is: whoever is goes the same way in every batch. That
-# way must be proven, too. A fraction (no whole number: that may count positions) that has an effect
-# couples the samples, whatever its value is in this batch.
+# A call is run again with the other answer to each question. Instead of a fraction it gets far larger
+# and far smaller ones. If the operations and operands stay the same, the answer has no effect (a
+# warning), although it depends on all samples. If the question is whether all of a mask is true, the
+# call is run as if nothing were masked. Both paths, with and without the mask, must then give the same
+# outputs and gradients. The same holds if the question is whether some sample is an edge sample (a text
+# of several parts) and none is, because an edge sample takes the same path in every batch. That path
+# must be proven, too. A fraction that has an effect couples the samples, whatever its value in this
+# batch. A whole number may count positions, so it does not.
 
 
 _MOST = 16
-"""Runs, at most."""
+"""Maximum number of runs."""
 _FAR = 100.0
-"""How much larger a fraction is that Python is told instead."""
+"""Factor by which the fraction that Python gets is larger."""
 
 
 class Asked(Protocol):
-    """A run that has asked."""
+    """A run with questions of Python."""
 
     @property
     def answers(self) -> list[bool | float]:
         """What Python got, in the order of its questions."""
 
     def is_again(self, other: Any) -> bool:
-        """The other run has done the same."""
+        """Whether the other run has done the same."""
 
     def gives_the_same(self, other: Any, question: int) -> bool:
-        """Another answer to this question than in the other run changes nothing."""
+        """Whether another answer to this question than in the other run changes nothing."""
 
 
 class Matters(Exception):
@@ -512,11 +515,11 @@ def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool | float]], Ask
     """Whether no question of a run has an effect.
 
     Args:
-        run: runs again, with given answers to the questions of these numbers; others are answered as
-            they are. Raises an error where that is not proven.
+        run: runs again, with given answers to the questions of these numbers, and true answers to the
+            others. Raises an error if independence is not proven.
 
     Raises:
-        Matters: a fraction has one.
+        Matters: a fraction has an effect.
     """
     ahead, runs = _others(first, 0), 0
     while ahead:
@@ -528,7 +531,7 @@ def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool | float]], Ask
             found = run(dict(enumerate(wanted)))
         except (AssertionError, ValueError):  # it only checks what it was given
             continue
-        except Exception as error:  # the model does not go that way
+        except Exception as error:  # the model does not run on that path
             if no_memory(error):
                 raise
             return False
@@ -557,7 +560,7 @@ def _others(run: Asked, first: int) -> list[tuple[Asked, int, bool | float]]:
 
 
 def unmasked(x: Any, axis: int) -> Any:
-    """An input's samples as they are; instead of a mask, one that hides nothing."""
+    """An input's samples, unchanged; instead of a mask, one that hides nothing."""
     del axis
     if not isinstance(x, Tensor) or x.dim() < 2 or x.is_floating_point() or x.is_complex():
         return x
@@ -568,7 +571,7 @@ def unmasked(x: Any, axis: int) -> Any:
 
 
 class Given:
-    """What a run has given: outputs, and the gradients of layers and uses.
+    """The results of a run: outputs, and the gradients of layers and uses.
 
     Args:
         shown: by layers and uses. outputs: the tensors that it returned.
@@ -583,7 +586,7 @@ class Given:
         self._gradients = gradients(roots, edges, seeds) if roots and edges else ()
 
     def is_like(self, other: Given) -> bool:
-        """The other run has given the same, but for rounding."""
+        """Whether the other run has given the same, except for rounding."""
         if self._names != other._names or len(self.outputs) != len(other.outputs):
             return False
         found = zip(
@@ -599,15 +602,15 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What one batch leaves on the modules, from which the next one's outputs may follow.
+# What one batch leaves on the modules, which may affect the next batch's outputs.
 
 
 class Kept:
-    """What a run has left on modules, or on what they hold, of the numbers of its batch; inside,
-    it is there again.
+    """The numbers of a batch that a run has left on modules, or on objects that they hold. Inside, they
+    are there again.
 
     Args:
-        model: whose modules are looked at. probe: of that run, while its tracer still follows.
+        model: with the modules to check. probe: of that run, while its tracer is still active.
     """
 
     def __init__(self, model: nn.Module, probe: Probe) -> None:
@@ -615,8 +618,7 @@ class Kept:
         self.names: list[str] = []
         """Of the attributes."""
         self.sparse: list[str] = []
-        """Attributes that hold another tensor without memory of its own than before, which no tracer
-        follows."""
+        """Attributes that hold a new tensor without memory of its own, which no tracer follows."""
         for path, table in tables_of(model):
             for name, value in table.items():
                 if name not in TORCHS and any(map(probe.is_new_and_sparse, _tensors(value))):

@@ -1,4 +1,4 @@
-"""Where the samples are in one tensor: along an axis, which other dimensions may be flattened into."""
+"""The batch axis of one tensor: other dimensions may be flattened with the samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BatchAxis:
     outer: int = 1
     inner: int = 1
     plain: bool = field(init=False, repr=False, compare=False)
-    """One entry of the axis a sample."""
+    """One entry of the axis per sample."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", self.outer == self.inner == 1)
@@ -39,7 +39,7 @@ class BatchAxis:
         return self.axis == other.axis and self.order * other.order >= 0
 
     def fold(self, size: int, batch: int) -> tuple[int, int] | None:
-        """outer and inner for an axis of this size; None where it cannot hold the batch.
+        """outer and inner for an axis of this size; None if it cannot hold the batch.
 
         A length that changes between steps changes the one of them that is not 1.
         """
@@ -61,7 +61,8 @@ class BatchAxis:
         return x.dim() > self.axis and self.fold(x.shape[self.axis], batch) is not None
 
     def samples(self, x: Tensor, batch: int) -> Tensor:
-        """`x` with its samples along axis 0: [b, *others], or [b, outer * inner, *others] if folded."""
+        """`x` with its samples along axis 0: [b, *others], or [b, outer * inner, *others] if
+        flattened."""
         if self.plain:
             return x.movedim(self.axis, 0) if self.axis else x
         found = self.fold(x.shape[self.axis], batch)
@@ -72,7 +73,7 @@ class BatchAxis:
         return split.reshape(batch, outer * inner, *first.shape[1:])
 
     def moved_to(self, axis: int) -> BatchAxis:
-        """The same fold of another axis."""
+        """The same layout along another axis."""
         return self if axis == self.axis else BatchAxis(axis, self.outer, self.inner)
 
     def sample_of_entry(self, size: int, batch: int, device: torch.device) -> Tensor:
@@ -84,7 +85,7 @@ class BatchAxis:
 
 
 def batch_axes(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[BatchAxis]:
-    """Where `batch` samples may be in a tensor of this shape, the plainest first."""
+    """The possible batch axes of `batch` samples in a tensor of this shape, the plainest first."""
     for axis in axes:
         size = shape[axis]
         if not size or size % batch:
@@ -95,17 +96,17 @@ def batch_axes(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[
 
 
 def called(name: Hashable) -> str:
-    """A layer's path, or what a use is known by."""
+    """A layer's path, or the name of a use."""
     return str(name) if isinstance(name, str) else str(getattr(name, "label", name))
 
 
 # -------------------------------------------------------------------------------------------------
-# Gradients in which those of sample i are scaled by a power of two of its own.
+# Gradients in which each sample is scaled by its own power of two.
 #
-# A backward pass is linear, and a power of two scales without rounding. So where two passes start
-# from the same gradients, once as they are and once scaled, every entry that follows from sample i
-# alone comes out exactly so many times as large; an entry that follows from two samples does not.
-# An entry without a gradient belongs to nobody, and contributes nothing.
+# A backward pass is linear, and a power of two scales without rounding. So if two passes start from the
+# same gradients, once unchanged and once scaled, every entry that depends on sample i alone is scaled by
+# exactly its factor. An entry that depends on two samples is not. An entry without a gradient belongs to
+# no sample, and contributes nothing.
 
 
 NOBODY = -1
@@ -120,30 +121,30 @@ def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# Methods that are called without tensors: where the samples are in them nobody can tell.
+# Methods that are called without tensors: the samples in them cannot be located.
 
 
 def check_rows(running: Iterable[Any], layouts: Mapping[str, Any], path: Hashable | None) -> None:
-    """Refuse a private layer that such a method reaches itself; what it calls with samples is looked at.
+    """Check that such a method does not reach a private layer itself. Its calls with samples are traced.
 
     Args:
-        running: the calls, the outermost first. layouts: what is known of them, by their names; some
+        running: the calls, the outermost first. layouts: what is known about them, by their names; some
             are known to train. path: of the layer; None: it is no layer.
 
     Raises:
-        GraphError: naming both, and the way out.
+        GraphError: naming both.
     """
     blind = [call.name for call in running if call.drives and not layouts[call.name].drives]
     if blind and path is not None:
         raise GraphError(
-            f"{called(path)} is reached inside {blind[-1]}, which was called without tensors, so it "
-            "cannot be told which rows are whose there; give the method the batch as an argument, or "
-            "compute the loss from what the model's forward returns"
+            f"{called(path)} is reached inside {blind[-1]}, which was called without tensors, so its "
+            "samples cannot be identified. Pass the batch to the method as an argument.",
+            doc="batch-axis",
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# Whether values of two runs agree but for rounding.
+# Whether values of two runs agree except for rounding.
 
 
 VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -153,7 +154,7 @@ OTHER_BATCH = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The same in batches of another size, or at another batch_axis: parts of a float64 model may compute in
 float32."""
 _MASKS, _BELOW = 1e4, 1e3
-"""A mask writes numbers as large as that, beside which all others are so many times smaller."""
+"""A mask writes numbers of at least this size, and all others are so many times smaller."""
 
 
 def close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> bool:
@@ -161,7 +162,7 @@ def close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> b
         return True
     if not first.is_floating_point() and not first.is_complex():
         return False
-    # 16-bit roundings of sums that differ in their last bit: influence sees what is smaller
+    # 16-bit roundings of sums may differ in their last bit
     dtype = first.dtype.to_real()
     tolerance = allowed.get(dtype, 4 * torch.finfo(dtype).eps)
     known = torch.isfinite(first)
@@ -174,7 +175,7 @@ def close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> b
 
 
 def _unmasked(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Without what a mask has written, which is so large that nothing else would show beside it."""
+    """Both without the numbers of a mask, which are so large that they would hide all others."""
     sizes = one.abs()
     largest = sizes.amax() if len(one) else 0.0
     if largest < _MASKS:

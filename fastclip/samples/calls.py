@@ -44,13 +44,13 @@ class Forward:
 
     batch_size: int | None
     finished: bool = False
-    """A backward pass has taken its contributions; a second one would clip each part alone."""
+    """A backward pass has taken its contributions; a second one would clip each part separately."""
     layout: BatchLayout | None = None
-    """What is known of the samples' places in this kind of call."""
+    """The batch axes in this kind of call, as far as known."""
     sample_order: Tensor | None = None
-    """Inside a packed recurrent layer: the sample of each sample."""
+    """Inside a packed recurrent layer: the sample of each row."""
     trains: bool = field(default_factory=torch.is_grad_enabled)
-    """It builds a graph, though parts of it may not (reentrant checkpoints run without)."""
+    """It builds a graph, although parts of it may not (reentrant checkpoints run without)."""
     lengths: Lengths | None = None
     """Of the inputs of the call that it belongs to."""
     derived: Any = None
@@ -58,41 +58,44 @@ class Forward:
     cast: Any = None
     """The input that was cast last."""
     inside: list[tuple[str, Any]] = field(default_factory=list)
-    """The modules that run: their paths, and who follows the samples, should they be moved there."""
+    """The running modules: their paths, and what follows the samples if they are moved there."""
     reached: set[Hashable] = field(default_factory=set)
-    """Layers and uses that it has passed."""
+    """Layers and uses that it has reached."""
     inputs: Any = None
-    """What the call was given, until a backward pass has taken its contributions."""
+    """Inputs of the call, until a backward pass has taken its contributions."""
     turns: dict[Hashable, int] = field(default_factory=dict)
-    """How often uses were made in which samples take turns."""
+    """How often each use ran that takes one sample after another."""
 
     def turn(self, name: Hashable, label: str) -> Callable[[], int]:
-        """A use is made in which samples take turns; once all have had theirs, it is known whose it is.
+        """Count a use that takes one sample after another. Its sample is known once all have had a turn.
 
         Args:
             label: of the use, for messages.
+
+        Returns:
+            A function that gives the sample.
         """
         number = self.turns.get(name, 0)
         self.turns[name] = number + 1
         if self.lengths is None and self.layout is not None and self.inputs is not None:
             self.lengths = self.layout.lengths(*self.inputs)
-        return partial(self._whose, name, number, label)
+        return partial(self._sample_of_call, name, number, label)
 
-    def _whose(self, name: Hashable, number: int, label: str) -> int:
+    def _sample_of_call(self, name: Hashable, number: int, label: str) -> int:
         layout, calls, batch = self.layout, self.turns[name], self.batch_size or 1
         assert layout is not None
         each, rest = divmod(calls, batch)
         batch_axis = None if rest else layout.folds.find(name, each, self.lengths or ())
         if batch_axis is None:
             raise BatchSizeError(
-                f"{label} runs {calls} times for {batch} samples, which is no order of their turns that "
-                "is known, so whose each call is cannot be told. Compute every sample in the same way."
+                f"{label} runs {calls} times for {batch} samples, so fastclip cannot identify the "
+                "sample of each call. Compute all samples in the same way."
             )
         return number // batch_axis.inner % batch
 
     @property
     def routings(self) -> list[tuple[str, Any]]:
-        """The modules among `inside` inside which samples are moved."""
+        """The modules among `inside` that move samples."""
         returns = () if self.layout is None else self.layout.returns
         return [entered for entered in self.inside if entered[0] in returns] if returns else []
 
@@ -108,38 +111,38 @@ class Entered:
     kwargs: dict
     forward: Forward | None = None
     drives: bool = False
-    """It is no computation over one batch (Lightning's optimizer_step): what it calls is looked at."""
+    """It is no computation over one batch (Lightning's optimizer_step); the calls in it are traced."""
     noticing: ExitStack = field(default_factory=ExitStack)
-    """What lets parameters notice their uses, until the call ends."""
-    looked_at: bool = False
+    """Records uses of parameters until the call ends."""
+    probed: bool = False
     """Dry runs have been made for it."""
     sizes: list[int] = field(default_factory=list)
-    """Of its inputs, where its way is followed."""
+    """Of its inputs, if its path is followed."""
     compiles: bool = False
-    """It has made torch.compile trace code that it had not traced, and is no further followed."""
+    """It has made torch.compile trace new code, and is not followed any further."""
     following: Any = None
-    """Follows its way through torch's operators."""
+    """Follows its path through torch's operators."""
     path: Any = None
-    """That way, once it has run."""
+    """That path, once it has run."""
 
     def follow(self, *, eager: bool = False) -> None:
-        """It runs from now on; what `paths.begin` says of `eager`."""
+        """Begin to follow it; `eager` as in `runs.begin`."""
         tensors = [*tensors_of((self.args, self.kwargs))]
         self.sizes = [size for x in tensors for size in x.shape]
         self.following = runs.begin(tensors, eager=eager)
 
     def ran(self) -> None:
-        """It has computed what it returns, or has failed."""
+        """Stop following it, because it has returned or failed."""
         if self.following is not None:
             self.path, self.following = self.following.stop(), None
 
 
 class Calls:
-    """What runs at the moment, and what is known of the samples' places in each kind of call.
+    """The running calls, and the known batch axes in each kind of call.
 
     Args:
-        batch_axis: of the samples in the model's inputs. private: what is trained. drawn: samples
-        in hand.
+        batch_axis: of the model's inputs. private: the trained parameters. drawn: gives the numbers of
+            samples of the sampled batches.
     """
 
     def __init__(self, batch_axis: int, private: Mapping[nn.Parameter, str], drawn: Drawn) -> None:
@@ -147,30 +150,30 @@ class Calls:
         self.layouts: dict[str, BatchLayout] = {}
         """By the name of the method, or the path of the part, that is called."""
         self.probe: Probe | None = None
-        """The probe that is running: layers show it their inputs and otherwise run as they were."""
+        """The running probe: layers show it their inputs, and otherwise run unchanged."""
         self.intercepting: (
             Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]] | None
         ) = None
-        """Lets parameters notice their uses."""
+        """Records uses of parameters."""
         self.known: set[nn.Parameter] = set()
         """All parameters of the model as it was intercepted."""
         self.paused = False
-        """What runs now contributes nothing."""
+        """The running calls contribute nothing."""
         self.traces: Callable[[bool], bool] = _not_traced
-        """Told of a kind of call that is not known, and whether the model's own forward is about to
-        begin; answers whether its step is traced."""
+        """Called for a new kind of call, with whether the model's own forward is about to begin. Returns
+        whether the step is traced."""
         self.traced: Callable[[], bool] = _is_not
-        """Whether what runs is a part of a traced step."""
+        """Whether the running call is a part of a traced step."""
         self.shards: Shards | None = None
-        """Where the parameters are spread over ranks."""
+        """How the parameters are sharded over ranks; None if they are not."""
         self._running: list[Entered] = []
         self.replaces_losses = False
-        """Mean cross entropies inside of the model are per sample."""
+        """Mean cross entropies inside the model are per sample."""
         self.looks: list[Look] = []
-        """What the calls cost that were looked at."""
+        """The costs of the calls that were traced on a few samples."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
+        """Omit layouts: a copy, which may be pickled, learns them anew."""
         left: dict[str, Any] = dict.fromkeys(("probe", "intercepting", "shards"))
         left = {
             **left,
@@ -186,7 +189,7 @@ class Calls:
 
     @property
     def outermost(self) -> Entered | None:
-        """The call that private layers belong to, if one runs: what it does before is seen."""
+        """The call that private layers belong to, if one runs."""
         return next((called for called in self._running if not called.drives), None)
 
     def runs(self, name: str) -> bool:
@@ -194,7 +197,7 @@ class Calls:
         return any(called.name == name for called in self._running)
 
     def begin(self, called: Entered, noticed: Iterable[nn.Parameter] = ()) -> None:
-        """A call begins, in which these parameters notice their uses."""
+        """Begin a call that records uses of these parameters."""
         called.noticing.enter_context(self.intercepted(noticed))
         outermost = not called.drives and self.outermost is None
         self._running.append(called)
@@ -203,15 +206,15 @@ class Calls:
 
     @property
     def _follows(self) -> bool:
-        """Calls that begin now are followed, if they can be."""
+        """Whether calls that begin now are followed, if they can be."""
         return torch.is_grad_enabled() and not (self.paused or self.shards)
 
     def due(self, layout: BatchLayout, called: Entered) -> bool:
-        """Whether a call must be run on a few samples before it is; to be asked once a call.
+        """Whether a dry run on a few samples must come before this call; to be asked once per call.
 
-        Of a batch that has grown, where the model's forward is proven for any number of samples, it is
-        not: the step itself is traced, and its way followed, which say as it ends whether that was
-        computed.
+        If the batch has grown, and the model's forward is proven for any number of samples, none is
+        needed. The step itself is traced and its path followed, which shows at its end whether the proof
+        applies.
         """
         given = called.args, called.kwargs
         if layout.due(called.model, *given):
@@ -222,14 +225,14 @@ class Calls:
         return not (followed and layout.holds_for_any and self.traces(True))
 
     def end(self, called: Entered) -> None:
-        """The call has returned, or failed; nothing, where it was dropped."""
+        """End a call that has returned or failed; does nothing if it was dropped."""
         while any(running is called for running in self._running):
             ended = self._running.pop()
             ended.ran()
             ended.noticing.close()
 
     def drop_forward(self) -> None:
-        """No forward of the model's own runs any more, nor what has begun inside."""
+        """Drop the model's own forward, and all calls that have begun inside it."""
         while self.runs(FORWARD):
             self._running.pop().noticing.close()
 
@@ -237,9 +240,9 @@ class Calls:
     def inside(
         self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Iterator[Callable[[Any], Any]]:
-        """A method of the model, or a part of it, runs inside; the layers it reaches are its own.
+        """Run a method of the model, or a part of it, inside; the layers that it reaches belong to it.
 
-        Yields what its output must go through. It may turn gradients on inside (torch.enable_grad).
+        Yields a function for its output. The method may turn on gradients (torch.enable_grad).
         """
         if self.probe:
             yield lambda out: out
@@ -260,7 +263,7 @@ class Calls:
         """The call that a private layer belongs to, with its Forward; None if it is called by itself.
 
         Raises:
-            BatchSizeError: where the call's samples are cannot be told, or it couples them.
+            BatchSizeError: the call's samples cannot be located, or it couples them.
         """
         called = self.outermost
         while called is not None and called.forward is None:
@@ -281,7 +284,7 @@ class Calls:
         return called
 
     def returned(self, called: Entered, out: Any) -> Any:
-        """What a call returns; what of it couples samples takes no gradient."""
+        """A call's output; tensors in it that couple samples accept no gradient."""
         called.ran()
         self._check_path(called)
         layout = None if self.probe else self.layouts.get(called.name)
@@ -291,14 +294,14 @@ class Calls:
         )  # fmt: skip
 
     def layout_of(self, name: str) -> BatchLayout:
-        """What is known of the samples' places in calls of this method."""
+        """The batch axes in calls of this method, as far as known."""
         return self.layouts.setdefault(name, BatchLayout(self.batch_axis, self.drawn))
 
     def layout_with(self, path: Hashable, forward: Forward) -> BatchLayout:
-        """What is known of the samples' places, the layer at `path` included.
+        """The batch axes in this call, including the layer at `path`.
 
-        A layer that no probe has met (a branch that is reached for the first time) is looked at
-        from inside the call that reaches it.
+        A layer that no probe has met (in a branch that is reached for the first time) is traced from
+        inside the call that reaches it.
         """
         if (layout := forward.layout) is None:
             return self.layout_of(FORWARD)
@@ -307,19 +310,19 @@ class Calls:
         return layout
 
     def look_again_at_all(self) -> None:
-        """Samples lie where no look has seen them: the next calls are looked at on all samples."""
+        """Trace the next calls on all samples, because samples lie where no dry run has seen them."""
         for layout in self.layouts.values():
             layout.watch, layout.whole = None, True
 
     def intercepted(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """These parameters notice their uses inside."""
+        """Record uses of these parameters inside."""
         return nullcontext() if self.intercepting is None else self.intercepting(parameters)
 
     def look_again(self, layout: BatchLayout, forward: Forward, name: Hashable, x: Tensor) -> None:
-        """A layer or use cannot hold the samples where they were: `x` shows it.
+        """Locate the samples again, because the shape of `x` does not fit their known batch axis.
 
-        Lengths may have changed; or samples are moved, by their values, which other samples or
-        parameters that were stirred did not show.
+        Lengths may have changed. Or samples are moved by their values, which other samples or changed
+        parameters did not show.
         """
         called = self._called(forward)
         if called is None or self.probe is not None:
@@ -333,63 +336,65 @@ class Calls:
                 return
 
     def _called(self, forward: Forward) -> Entered | None:
-        """The running call that this forward pass belongs to."""
+        """The running call of this forward pass."""
         return next((c for c in reversed(self._running) if c.forward is forward), None)
 
     def _learn_inside(
         self, layout: BatchLayout, called: Entered, forward: Forward, path: Hashable | None,
         *, whole: bool = False, as_they_are: bool = False, compare: bool = False,
     ) -> None:  # fmt: skip
-        """Learn in the middle of a forward pass, for what is left of it.
+        """Learn in the middle of a forward pass, for the rest of it.
 
         Raises:
-            GraphError: what has been learnt contradicts what has run.
+            GraphError: the result contradicts layers that have run.
         """
         before = layout.facts()
         self.learn(layout, called, path, whole=whole, as_they_are=as_they_are, compare=compare)
         wrong = {name for name, _ in before - layout.facts()} & forward.reached
         if wrong:
             raise GraphError(
-                f"{sorted(map(called_by, wrong))}: other rows of this batch show that samples lie "
-                "elsewhere there than in all calls before, and they have run in this forward pass; "
-                "call the model on this batch again, which is known now"
+                f"{sorted(map(called_by, wrong))}: this batch shows that the samples lie elsewhere "
+                "there than in earlier calls, and these layers have run. Call the model on this batch "
+                "again.",
+                doc="batch-axis",
             )
         called.noticing.enter_context(self.intercepted(layout.proxied))
 
     def _check_known(self, model: nn.Module, layout: BatchLayout) -> None:
-        """Every trained parameter was there when the model was made private.
+        """Check that every trained parameter was there when the model was made private.
 
         Raises:
-            StepError: one has been added, or has taken another one's place.
+            StepError: one has been added, or has replaced another one.
         """
         now = ((n, p) for n, p in model.named_parameters() if isinstance(p, nn.Parameter))
         new = [name for name, p in now if p.requires_grad and p not in self.known]
         if new:
-            layout.known = False  # the next call is looked at, too
+            layout.known = False  # the next call is traced, too
             raise StepError(
-                f"parameters {new} have come into the model since make_private, so they would not be "
-                "trained; call make_private again"
+                f"Parameters {new} were added to the model after make_private, so they would not be "
+                "trained. Call make_private again.",
+                doc="changed-model",
             )
 
     def compare(self, called: Entered, mixes: object | None) -> None:
-        """The step itself does not prove what a traced run on few samples has: values must.
+        """Compare values, because the step itself does not prove what a dry run on few samples has.
 
         Args:
-            mixes: where it was seen to join samples.
+            mixes: where it was seen to mix samples.
 
         Raises:
-            BatchSizeError, GraphError: they say that samples are not independent, or lie elsewhere.
+            BatchSizeError, GraphError: samples are not independent, or lie elsewhere.
         """
         layout = self.layout_of(called.name)
         if called.forward is None or layout.lenient:
             return
-        if mixes is not None and layout.by_chance:  # no look would go that way again
-            raise coupled("the model", mixes)
+        if mixes is not None and layout.by_chance:  # no dry run would take that path again
+            raise coupled("The model", mixes)
         if layout.proven or mixes is not None:
             self._learn_inside(layout, called, called.forward, None, whole=True, compare=True)
 
     def _check_path(self, called: Entered) -> None:
-        """The call has gone a way that was looked at, or is looked at now.
+        """Check that the call has taken a known path, or trace it now.
 
         Raises:
             BatchSizeError, GraphError: as of `compare`.
@@ -402,8 +407,8 @@ class Calls:
         if path is None and not (called.compiles or grown):
             return
         known, traced = path is not None and layout.paths.knows(path, sizes), self.traced()
-        seen = called.looked_at or ((known and traced) if grown else (known or traced))
-        # torch.compile makes few graphs, and batches seldom grow: each is looked at
+        seen = called.probed or ((known and traced) if grown else (known or traced))
+        # torch.compile makes few graphs, and batches seldom grow: each is traced
         each = called.compiles or grown
         if not seen and (each or layout.paths.next_due(sizes, turns=bool(layout.turns))):
             self._learn_inside(layout, called, called.forward, None, whole=True)
@@ -420,8 +425,8 @@ class Calls:
         """Run the call on a few of its samples; `path` is a layer that must be met.
 
         Args:
-            whole: it is run on all of them, too. as_they_are: with parameters as they are.
-            compare: values must say that samples are independent.
+            whole: run it on all of them, too. as_they_are: with unchanged parameters.
+            compare: compare values to show that samples are independent.
         """
         self.traces(called.name == FORWARD and called.forward is None)
 
@@ -445,12 +450,12 @@ class Calls:
         before = layout.facts()
         with all_aside(), nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path, whole=whole or layout.whole, compare=compare)
-        if before - layout.facts():  # ways that were proven with these are to be proven again
+        if before - layout.facts():  # paths that were proven with these must be proven again
             layout.paths = runs.Paths()
         check_moves(self.shards, called.model, layout.returns)
-        called.looked_at = True
+        called.probed = True
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
-        # in a branch that has not run yet: when it does, it is looked at
+        # in a branch that has not run yet; it is traced when it does
         unmet = (
             p for p, name in self._private.items() if name.rpartition(".")[0] not in layout.met
         )
@@ -458,43 +463,40 @@ class Calls:
 
 
 # -------------------------------------------------------------------------------------------------
-# Forward passes under one loss hold their samples in the same samples: the first ones are compared.
+# Forward passes under one loss hold the same samples at the same positions: the first are compared.
 
 
 _COMPARED = 4
-"""Backward passes over several forward passes whose samples are compared: reading them waits for
-a GPU."""
+"""Number of backward passes over several forward passes with compared samples; reading waits for a
+GPU."""
 
 _FEW = 4
-"""Whole numbers of a sample below which samples are alike by accident: a letter, a category."""
+"""With fewer whole numbers, samples are alike by coincidence: a letter, a category."""
 
 
 _FEW_SHARED = (
-    "two forward passes under one loss have few rows in common, and row i of each is taken for what one "
-    "sample has given: two views of it, or two parts of what the data loader drew for it. If one takes "
-    "rows of another source (a public data set, a replay buffer), one row less moves every pair behind "
-    "it, and a sample changes the sum by many times max_grad_norm: let the data set that is drawn from "
-    "return both rows of a pair"
+    "Two forward passes under one loss have few samples in common, and fastclip clips entry i of both "
+    "as one sample. If their sources differ (a replay buffer), let the data set return both entries of "
+    "each pair."
 )
 
 
 class SampleOrders:
-    """Refuses samples that enter one backward pass in two samples, where they would contribute 2 C.
+    """Checks that no sample is at two positions in one backward pass, where it would contribute 2 C.
 
-    `criterion(model(x), y) + criterion(model(x[order]), y[order])` clips what two samples have given
-    to one sample. Inputs are compared bit for bit. Where passes have few samples in common (two
-    views of each sample, or samples of two sources), whoever trains is told once what is taken for
-    granted.
+    `criterion(model(x), y) + criterion(model(x[order]), y[order])` clips gradients of two samples as one
+    sample. Inputs are compared bit for bit. If passes have few samples in common (two views of each
+    sample, or samples of two sources), a warning says once what is assumed.
     """
 
     def __init__(self) -> None:
-        self._left, self._told = _COMPARED, False
+        self._left, self._warned = _COMPARED, False
 
     def finish(self, forwards: Sequence[Forward]) -> None:
-        """One backward pass has reached these forward passes; none may reach them again.
+        """Finish forward passes that one backward pass has reached; none may reach them again.
 
         Raises:
-            GraphError: two of them hold the same samples in other samples.
+            GraphError: two of them hold the same samples at different positions.
         """
         for forward in forwards:
             forward.finished = True
@@ -502,7 +504,7 @@ class SampleOrders:
         if several and torch.cuda.is_available():
             several = (
                 not torch.cuda.is_current_stream_capturing()
-            )  # what rehearsed it was looked at
+            )  # the passes before the capture were compared
         seen = (
             [samples for samples in map(_rows, forwards) if samples is not None] if several else []
         )
@@ -510,18 +512,18 @@ class SampleOrders:
             for other, before in seen[:number]:
                 if kind == other and (_moved(before, samples) or _moved(samples, before)):
                     raise GraphError(
-                        "two forward passes under one loss hold the same samples in other rows "
-                        "(such as model(x) and model(x[order])), so that a sample would contribute "
-                        "up to twice what it is clipped to; each row of all forward passes under "
-                        "one loss must be computed from one sample"
+                        "Two forward passes under one loss hold the same samples at different "
+                        "positions, such as model(x) and model(x[order]), so a sample could contribute "
+                        "up to 2 C. Keep one order of the samples in all forward passes.",
+                        doc="data-order",
                     )
                 if (
                     kind == other
-                    and not self._told
+                    and not self._warned
                     and 2 * len({*before} & {*samples}) < len({*samples})
                 ):
-                    self._told = True
-                    say(_FEW_SHARED)
+                    self._warned = True
+                    say(_FEW_SHARED, doc="data-order")
         self._left -= len(seen) > 1
         for forward in forwards:
             forward.inputs = None
@@ -530,7 +532,7 @@ class SampleOrders:
 
 
 def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
-    """How a call was given its inputs, and for each sample of them what tells it from others."""
+    """The structure of a call's inputs, and a hash of each sample in them."""
     size, layout = forward.batch_size or 0, forward.layout
     if forward.inputs is None or layout is None or size < 2:
         return None
@@ -538,7 +540,7 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
     leaves, structure = given.leaves, given.structure
     axes = layout.cuts(given.way) or (layout.axis,) * len(leaves)
     keys: list[list[bytes]] = []
-    told = 0
+    keys_size = 0
     for leaf, axis in zip(leaves, axes, strict=True):
         if isinstance(leaf, PackedSequence):
             leaf, axis = pad_packed_sequence(leaf, batch_first=True)[0], 0
@@ -547,16 +549,16 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
         if leaf.dim() > axis and leaf.shape[axis] == size:
             samples = leaf.detach().movedim(axis, 0).cpu().reshape(size, -1).contiguous()
             keys.append([sample.tobytes() for sample in samples.view(torch.uint8).numpy()])
-            told += _FEW if leaf.is_floating_point() else samples.shape[1]
-    if told < _FEW:
+            keys_size += _FEW if leaf.is_floating_point() else samples.shape[1]
+    if keys_size < _FEW:
         return None
     return structure, [hash(sample) for sample in zip(*keys, strict=True)]
 
 
 def _moved(distinct: list[int], others: list[int]) -> bool:
-    """Whether half of the `others`, two at the least, are samples that stand in other places.
+    """Whether half of the `others`, at least two, are samples at other positions.
 
-    Samples that are not all distinct tell nothing: categories or empty texts are alike by accident.
+    Samples that are not all distinct show nothing: categories or empty texts are alike by coincidence.
     """
     places = {sample: place for place, sample in enumerate(distinct)}
     if len(places) < len(distinct) or len(distinct) != len(others):

@@ -1,4 +1,4 @@
-"""A model's inputs as they come: nested, in objects, as lists; where their samples may lie."""
+"""A model's inputs: nested, in objects, as lists; and their possible batch axes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from fastclip.core.torch_names import (
 from fastclip.errors import BatchSizeError
 
 # -------------------------------------------------------------------------------------------------
-# Where numbers of a tensor lie: a sparse one has no memory of its own, but is made of dense ones.
+# The memory of a tensor: a sparse tensor has none of its own, but consists of dense ones.
 
 
 def parts_of(x: Tensor) -> list[Tensor]:
-    """The dense tensors that hold the numbers of `x`; one that is dense holds its own."""
+    """The dense tensors that hold the numbers of `x`; for a dense tensor, itself."""
     if x.layout == torch.strided:
         return [x]
     with torch.no_grad():
@@ -47,9 +47,8 @@ def parts_of(x: Tensor) -> list[Tensor]:
 # -------------------------------------------------------------------------------------------------
 # Samples that come as a list, a tuple or an array of NumPy's: boxes of images, texts, lengths.
 #
-# Such an input has one entry a sample, of whatever kind, so it is cut by number, and its entries are
-# not taken apart. Which list has as many entries as there are samples by accident, runs on a few samples
-# tell.
+# Such an input has one entry per sample, of any kind. So it is cut by number, and its entries are not
+# opened. Dry runs on a few samples show which list has as many entries as the batch by coincidence.
 
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -59,28 +58,28 @@ _SHORT = 4
 
 
 def is_array(value: Any) -> bool:
-    """One of NumPy's that has an axis."""
+    """Whether it is a NumPy array with an axis."""
     return type(value).__module__ == "numpy" and len(getattr(value, "shape", ())) > 0
 
 
 def is_list(value: Any) -> bool:
-    """A list or a tuple, but none with names of its own."""
+    """Whether it is a list or a tuple, but not a named tuple."""
     return type(value) in (list, tuple)
 
 
 def is_batched(value: Any) -> bool:
-    """Whether it can be cut by number; of lists those alone are leaves that hold samples, or data."""
+    """Whether it can be cut by number. Lists are leaves only if they hold samples, or data."""
     return is_list(value) or is_array(value)
 
 
 def is_data(value: Any) -> bool:
-    """A list of nothing but plain values, and more than a setting has."""
+    """Whether it is a list of plain values only, and longer than a setting."""
     long = is_list(value) and len(value) > _SHORT
     return long and all(type(x) in _PLAIN for x in value)
 
 
 def take(value: Any, samples: list[int]) -> Any:
-    """These entries, each by itself: what the model changes in place is no other's."""
+    """Copies of these entries, so in-place changes of one do not affect another."""
     if is_array(value):
         return value[samples]
     return type(value)(own(value[i]) for i in samples)
@@ -89,7 +88,7 @@ def take(value: Any, samples: list[int]) -> Any:
 def join(first: Any, second: Any) -> Any:
     """The entries of one, then those of the other."""
     if is_array(first):
-        return first[[*range(len(first)), *[0] * len(second)]]  # which are copies of the first
+        return first[[*range(len(first)), *[0] * len(second)]]  # copies of the first
     return first + second
 
 
@@ -119,12 +118,12 @@ def same(one: Any, other: Any) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # objects of tensors, which have no one answer
+    except Exception:  # objects of tensors, for which == gives several values
         return False
 
 
 def shorter(value: Any, which: set[int]) -> Any:
-    """These entries say that they are shorter: numbers by 1; what has a length by its last part."""
+    """Make these entries shorter: numbers by 1, entries with a length by their last part."""
     if is_array(value):
         if value.dtype.kind not in "biu":
             return value
@@ -149,8 +148,8 @@ def _shorter(sample: Any) -> Any:
     leaves, structure = tree_flatten(sample)
     sizes = [len(x) for x in leaves if _is_long(x)]
     if not sizes:
-        told = [_shorter(x) if isinstance(x, (int, str)) else x for x in leaves]
-        return tree_unflatten(told, structure)
+        changed = [_shorter(x) if isinstance(x, (int, str)) else x for x in leaves]
+        return tree_unflatten(changed, structure)
     return tree_unflatten(
         [x[:-1] if _is_long(x) and len(x) == sizes[0] else x for x in leaves], structure
     )
@@ -161,7 +160,7 @@ def _is_long(x: Any) -> bool:
 
 
 def own(sample: Any) -> Any:
-    """A copy, of whose tensors and lists none is another's."""
+    """A copy that shares no tensors and lists with the original."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -179,20 +178,19 @@ def own(sample: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# Inputs in objects of a script's own: what they hold is opened, and put into a bare one again.
+# Inputs in objects of a script's own classes: their fields are opened, and put into a bare object again.
 #
-# An object that was left whole would stand in every look as it came, with the numbers of the whole
-# batch.
+# An object that was not opened would hold the numbers of the whole batch in every dry run.
 
 
 _DEEPEST_OBJECT, _LONGEST = 5, 64
-"""Objects and containers inside an object are looked into so far."""
+"""Depth and length up to which objects and containers inside an object are searched."""
 _OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
-"""Whose objects hold no samples, or are no one's to take apart."""
+"""Packages with objects that hold no samples, or must not be opened."""
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """What an object holds by name, if there are tensors, arrays or lists among it; else None."""
+    """The fields of an object by name, if there are tensors, arrays or lists among them; else None."""
     kind: Any = type(value)
     if kind.__module__.split(".")[0] in _OTHERS or isinstance(
         value, (Tensor, nn.Module, Enum, type)
@@ -257,23 +255,23 @@ def _holds(value: Any, depth: int) -> bool:
 
 
 Way = tuple[TreeSpec, tuple[type, ...]]
-"""How inputs are nested, and of what kinds they are; older torches cannot hash a structure."""
+"""The nesting and the types of inputs; older versions of torch cannot hash a structure."""
 Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
 Drawn = Callable[[], Collection[int]]
-"""Gives the numbers of samples that the data loader may have drawn; none where that is not known."""
+"""Gives the numbers of samples that a sampled batch may have; empty if that is not known."""
 _LEAVES = frozenset((Tensor, nn.Parameter, bool, int, float, str, type(None)))
 _LEAF = tree_flatten(None)[1]
 _STRUCTURES: dict[tuple, TreeSpec] = {}
-"""Of arguments that are all leaves: by how many have no name, and the names of the others."""
+"""Of arguments that are all leaves: by the number of positional ones, and the names of the others."""
 _MOST = 256
 _DEEPEST = 4
-"""Objects in objects are opened so far."""
+"""Depth up to which objects in objects are opened."""
 INPUT = "input "
-"""With its number: what an input of the model is called."""
+"""With its number, the name of an input of the model."""
 NESTED = (
-    "expected a dense tensor, got a nested one, whose samples have no axis; pad them "
-    "(torch.nested.to_padded_tensor) and use a mask, or pack them (torch.nn.utils.rnn.pack_sequence)"
+    "expected a dense tensor, got a nested tensor, whose samples have no axis. Pad it with "
+    "torch.nested.to_padded_tensor and use a mask."
 )
 
 
@@ -305,7 +303,7 @@ def _opened(
     value: Any, is_leaf: Callable[[Any], bool] = _is_packed, objects: bool = False,
     within: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
-    """Dataclasses and mappings opened, and other `objects`; one `within` itself is left."""
+    """Dataclasses and mappings opened, and other `objects`; one `within` itself is unchanged."""
 
     def open_leaf(leaf: Any) -> Any:
         known = is_dataclass(leaf) or isinstance(leaf, Mapping)
@@ -326,7 +324,7 @@ def _opened(
 
 
 def _of_leaves(args: tuple, kwargs: dict) -> tuple[list[Any], TreeSpec] | None:
-    """What `flatten` gives of arguments that are leaves, as most are; None of others."""
+    """The result of `flatten` for arguments that are leaves, as most are; None for others."""
     leaves = [*args, *kwargs.values()]
     if not _LEAVES.issuperset(map(type, leaves)):
         return None
@@ -341,7 +339,7 @@ def _of_leaves(args: tuple, kwargs: dict) -> tuple[list[Any], TreeSpec] | None:
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a nested structure and how to put it together again with tree_unflatten.
+    """The leaves of a nested structure, and its structure for tree_unflatten.
 
     Opens dataclasses and mappings that torch does not know; a PackedSequence is one leaf.
     """
@@ -360,7 +358,7 @@ def flatten_inputs(
     """The same of a call's inputs, in which a list of data is one leaf.
 
     Args:
-        samples: a list of as many entries is one, too: it holds a sample in each.
+        samples: a list of as many entries is a leaf, too, with one sample per entry.
     """
 
     def leaves_of(value: Any) -> Callable[[Any], bool]:
@@ -382,7 +380,7 @@ def flatten_inputs(
 
 
 def inside(entry: Any) -> list[Any]:
-    """What an entry of a list holds, in objects, too."""
+    """The leaves of an entry of a list, in objects, too."""
     return flatten_inputs((entry,), {})[0]
 
 
@@ -394,11 +392,11 @@ def _may_hold_lists(args: tuple, kwargs: dict) -> bool:
 def readings(
     args: tuple, kwargs: dict, axis: int, drawn: Drawn = tuple
 ) -> Iterator[tuple[list[Any], TreeSpec, int | None]]:
-    """The inputs flattened, the likeliest way first, with the number of samples that it is for, if it is
-    for one: a list of as many entries holds a sample in each, or is taken apart like any other.
+    """The inputs flattened, the likeliest way first. A way is for one number of samples, or None. A list
+    of as many entries holds one sample per entry, or is opened like any other.
 
     Args:
-        drawn: these numbers come first.
+        drawn: gives likely numbers of samples, which come first.
     """
     plain = flatten_inputs(args, kwargs)
     if _may_hold_lists(args, kwargs):
@@ -424,7 +422,7 @@ class Reading:
 
 
 def way_of(leaves: list[Any], structure: TreeSpec) -> Way:
-    """By what calls are alike: to a structure None is like a tensor, which may take its place."""
+    """The key of alike calls. It includes the types, because a structure treats None like a tensor."""
     return structure, tuple(Tensor if isinstance(x, Tensor) else type(x) for x in leaves)
 
 
@@ -442,12 +440,12 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def is_dense(leaf: Any) -> bool:
-    """A tensor of which samples can be taken: it is neither sparse nor nested."""
+    """Whether samples can be taken from the tensor: it is neither sparse nor nested."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
 def rows_of(leaf: Any, axis: int) -> int | None:
-    """Number of samples in one input if they lie along `axis`; None where it has no such axis.
+    """Number of samples in one input if they lie along `axis`; None if it has no such axis.
 
     A list of samples has them in its entries, whatever the axis of tensors.
     """
@@ -459,10 +457,11 @@ def rows_of(leaf: Any, axis: int) -> int | None:
 
 
 def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
-    """What the number of samples in a model's inputs may be, the likeliest first.
+    """The possible numbers of samples in a model's inputs, the likeliest first.
 
-    These are the sizes along `axis` of its inputs, in order, that of a list with tensors before theirs,
-    but 1 last: a leading 1 may broadcast over the batch. Empty lists alone tell of no samples.
+    These are the sizes of its inputs along `axis`, in order; the size of a list comes before those of
+    its tensors. The size 1 is last, because a leading 1 may broadcast over the batch. Empty lists alone
+    mean no samples.
     """
     sizes: list[int] = []
     without: list[int] = []
@@ -487,12 +486,12 @@ def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
 def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[Cuts]:
     """The axis of each input that holds samples (None: it has none), likely ways first.
 
-    An input without samples may have the batch's size by accident, so every subset of the
-    inputs is a way. A state may hold its samples along axis 1, which comes last; where that is the
-    model's own, labels and features beside it have theirs along axis 0, which is tried at once.
+    An input without samples may have the batch's size by coincidence, so every subset of the inputs is a
+    way. A state may hold its samples along axis 1, which comes last. If axis 1 is the model's own,
+    labels and features next to it have theirs along axis 0, which is tried at once.
 
     Args:
-        leaves: the inputs. sizes: what the number of samples may be, the likeliest first.
+        leaves: the inputs. sizes: possible numbers of samples, the likeliest first.
     """
     for axes in ((0,), (0, 1)) if own_axis == 0 else ((own_axis, 0),):
         for size in sizes:
@@ -510,7 +509,7 @@ def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[
 
 
 def take_samples(leaf: Any, axis: int, samples: list[int]) -> Any:
-    """These samples of an input along `axis`; zeros where it has none."""
+    """These samples of an input along `axis`; zeros if it has none."""
     if is_batched(leaf):
         return take(leaf, samples)
     if isinstance(leaf, PackedSequence):
@@ -555,7 +554,7 @@ def samples_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
 
 
 def another_sample(samples: Any, axis: int) -> Any:
-    """A sample [1 along axis] with the first one's values in another order, so that it is as valid."""
+    """A sample [1 along axis] with the first one's values in another order, which keeps it valid."""
     first = take_samples(samples, axis, [0])
     if isinstance(first, PackedSequence) or is_batched(first):
         return first
@@ -567,31 +566,29 @@ def another_sample(samples: Any, axis: int) -> Any:
 
 
 def own_axis(name: str, cuts: Cuts) -> int:
-    """Of an input of the model, by its name, or of a layer that counts its samples itself."""
+    """The axis of an input of the model, by its name; 0 for a layer that counts its samples itself."""
     number = name.removeprefix(INPUT)
     return (cuts[int(number)] or 0) if name != number else 0
 
 
 # -------------------------------------------------------------------------------------------------
-# Lists with an entry for each sample that was drawn, where something else may be taken for the
-# samples.
+# Lists with one entry per sample of the sampled batch, which may be confused with other sizes.
 
 
 _FEW = 4
-"""Arguments of a call, or entries of a dictionary, that are no samples, however many were drawn."""
+"""So few arguments of a call, or entries of a dictionary, are never samples."""
 
 
 def check_drawn(
     args: tuple, kwargs: dict, samples: int | None, drawn: Callable[[], Collection[int]]
 ) -> int | None:
-    """`samples` again; refuses a call in which samples of what lies in such a list are taken for
-    the samples.
+    """`samples`, unless rows of the tensors in such a list would be taken for the samples.
 
     Args:
-        samples: taken for samples. drawn: gives the numbers of samples that the loader may have drawn.
+        samples: the assumed number of samples. drawn: gives the possible numbers of the sampled batch.
 
     Raises:
-        BatchSizeError: naming the list, and the ways out.
+        BatchSizeError: naming the list.
     """
     if all(isinstance(x, Tensor) for x in (*args, *kwargs.values())) and len(args) <= _FEW:
         return samples
@@ -604,52 +601,51 @@ def check_drawn(
         for kind, length in _held(value, value is args):
             if length in numbers:
                 raise BatchSizeError(
-                    f"{name}: the data loader drew {length} rows, as many as this {kind} has entries; "
-                    f"but the model computes by {samples} rows of the tensors in it, which would be "
-                    "clipped as samples; pad and stack the entries to one tensor with a row for each "
-                    "row that was drawn, or let the model compute each entry by itself"
+                    f"{name}: the data loader drew {length} samples, the number of entries of this "
+                    f"{kind}, but the {samples} rows of its tensors would be clipped as samples. Pad "
+                    "and stack the entries to one tensor with one row per sample."
                 )
     return samples
 
 
 def unclear(entries: int, samples: int) -> BatchSizeError:
-    """The refusal of a list whose entries may be samples, as may the samples of the tensors in it."""
+    """The error for a list: its entries may be the samples, or the rows of its tensors may be."""
     return BatchSizeError(
-        f"the model's input is a list of {entries} entries whose tensors have {samples} rows, and it "
-        "runs with fewer of either, so which of them are samples cannot be told; stack (pad) the "
-        "entries to one tensor with its samples along the batch axis, or pass each as an argument"
+        f"The model's input is a list of {entries} entries whose tensors have {samples} rows, and "
+        "either may be the samples. Pad and stack the entries to one tensor with the samples along the "
+        "batch axis."
     )
 
 
 def tells(outputs: list[Any]) -> bool:
-    """Whether outputs of 2 and of 3 samples may be of so many samples, wherever these lie in them."""
+    """Whether outputs for 2 and for 3 samples may hold so many samples, along any axis."""
     shapes = [[tuple(x.shape) for x in tensors_of(out)] for out in outputs]
     return bool(shapes) and (shapes[0] != shapes[-1] or not any(shapes[0]))
 
 
 def in_lists(error: BatchSizeError) -> BatchSizeError:
-    """The same refusal, of a model whose samples come in lists of tensors alone."""
+    """The same error, for a model with samples in lists of tensors only."""
     return BatchSizeError(
-        f"{error} (the samples are the entries of a list, which may be of unlike lengths: pad and stack "
-        "them to one tensor with a row for each sample, or pool each entry by itself)"
+        f"{error}. If the samples are the entries of a list, pad and stack them to one tensor with one "
+        "row per sample."
     )
 
 
 def has_time_first(model: nn.Module) -> bool:
-    """Whether a layer in it takes its samples along axis 1: nn.LSTM, unless it is told otherwise."""
+    """Whether a layer in it takes its samples along axis 1, as nn.LSTM does by default."""
     return any(getattr(module, "batch_first", True) is False for module in model.modules())
 
 
 def time_first(error: BatchSizeError) -> BatchSizeError:
-    """The same refusal, of a model some of whose layers take their samples along axis 1."""
+    """The same error, for a model with layers that take their samples along axis 1."""
     return BatchSizeError(
-        f"{error}; if its samples lie along axis 1 of its inputs ([t, b, ...], as nn.LSTM and "
-        "nn.MultiheadAttention take them by default), pass batch_first=False to make_private"
+        f"{error}. If the samples lie along axis 1 of the inputs, [t, b, ...], pass batch_first=False "
+        "to make_private."
     )
 
 
 def _held(value: Any, few: bool = False) -> Iterator[tuple[str, int]]:
-    """Lists, tuples and dictionaries of tensors in it, and how many entries they have."""
+    """Lists, tuples and dictionaries of tensors in it, with their numbers of entries."""
     mapping = isinstance(value, Mapping)
     entries = list(value.values()) if mapping else list(value) if is_list(value) else []
     inside = [found for x in entries for found in _held(x)]

@@ -1,7 +1,7 @@
-"""Where the samples are in all layers and uses of one kind of call; later calls must agree.
+"""The batch axes of all layers and uses in one kind of call; later calls must agree.
 
-A recurrent layer may see [t, b, d], a window layer [b * windows, t, d]; t may equal b by accident. What
-holds the samples is never assumed: fastclip.samples.learning runs the model to find out.
+A recurrent layer may see [t, b, d], a window layer [b * windows, t, d], and t may equal b by
+coincidence. The batch axis is never assumed: fastclip.samples.learning runs the model to find it.
 """
 
 from __future__ import annotations
@@ -40,26 +40,25 @@ from fastclip.samples.state import tables_of
 from fastclip.trace.operation import tensors_in
 
 # -------------------------------------------------------------------------------------------------
-# Inputs without samples: what stays the same in every call says nothing of one batch, whatever it is.
+# Shared inputs, which have no batch axis: an input that is the same in every call depends on no batch.
 #
-# A graph, a grid, a mask of positions have no samples, and are not cut for a look. Nor are the
-# boxes of all images one under another, of which a model may take the mean: every look would find
-# it constant. So what was not cut must be what it was before, or it may hold numbers of the
-# samples.
+# A graph, a grid or a mask of positions has no samples, and is not cut for a dry run. Neither is the
+# list of the boxes of all images, and a model may take their mean, which every dry run would find
+# constant. So an input that was not cut must be unchanged, or it may hold numbers of the samples.
 
 
 _COMPARED = 4
-"""Calls in which tensors on a device are read, which waits for it; then every doubling is one."""
+"""First calls in which tensors on a device are read, which waits; later, calls 8, 16, 32 and so on."""
 _MOST_KEPT = 32
-"""Ways and lengths of inputs for which they are kept."""
+"""Number of kinds and lengths of inputs for which they are kept."""
 _LARGEST = 2**22
-"""Entries of a tensor that is copied, to be compared; of a larger one it is known which one it was."""
+"""Maximum size of a tensor that is copied and compared; a larger one is compared by identity."""
 Lengths = tuple[tuple[int, ...], ...]
 """Sizes of a model's inputs along all axes but the samples'."""
 
 
 class _Kept:
-    """An input as it was in one call."""
+    """The state of an input in one call."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.version = value, _version(value)
@@ -67,11 +66,11 @@ class _Kept:
         self.copy = inputs.own(value) if small else None
 
     def is_there(self, now: Any) -> bool:
-        """It is the same object, in which nothing was written."""
+        """Whether it is the same object, and was not written to."""
         return isinstance(now, Tensor) and now is self.value and _version(now) == self.version
 
     def differs(self, now: Any, read: bool) -> bool:
-        """Whether this is another one; `read`: tensors on a device may be read."""
+        """Whether `now` has other values; `read`: tensors on a device may be read."""
         if self.is_there(now):
             return False
         if not isinstance(now, Tensor) or not isinstance(self.value, Tensor):
@@ -84,9 +83,9 @@ class _Kept:
 
 
 class SharedInputs:
-    """The inputs without samples of one kind of call, by the lengths of the others.
+    """The shared inputs of one kind of call, by the lengths of the other inputs.
 
-    No Snapshot: in every call they may be other tensors, whose numbers must be the same.
+    This uses no Snapshot: in every call they may be other tensors, if the values are the same.
     """
 
     def __init__(self) -> None:
@@ -94,9 +93,9 @@ class SharedInputs:
         self._calls = 0
 
     def check(self, leaves: list[Any], way: Way, cuts: Cuts) -> None:
-        """Hold the inputs that are not cut against those of earlier calls; to be asked once a call.
+        """Compare the inputs that are not cut with those of earlier calls; to be asked once per call.
 
-        Those of other lengths (masks and positions of longer samples) are others.
+        Inputs for other lengths (masks and positions of longer samples) are kept separately.
 
         Raises:
             BatchSizeError: one has changed.
@@ -127,7 +126,7 @@ class SharedInputs:
 
 
 def _holds(value: Any) -> bool:
-    """Whether it may hold numbers of samples: several, which no optimizer changes."""
+    """Whether it may hold numbers of samples: several numbers that no optimizer changes."""
     if isinstance(value, PackedSequence) or is_batched(value):
         return not is_array(value) or value.size > 1
     if type(value) is not Tensor or isinstance(value, nn.Parameter):
@@ -142,54 +141,54 @@ def _version(value: Any) -> int | None:
 def _changed(number: int, value: Any) -> BatchSizeError:
     shape = f", of shape {list(value.shape)}," if hasattr(value, "shape") else ""
     return BatchSizeError(
-        f"{INPUT}{number}{shape} has no row for each sample, and is not what it was in an earlier call: "
-        "it may hold numbers of the batch, on which the gradient of every row would depend (what "
-        "earlier steps have released of them is not private either); pass one row for each sample, or, "
-        "if it says nothing of samples, make it a buffer or an attribute of the model"
+        f"{INPUT.capitalize()}{number}{shape} has no row per sample, and its values changed since an "
+        "earlier call, so they may depend on other samples. Pass one row per sample, or make it a "
+        "buffer of the model if it holds no data.",
+        doc="coupled-samples",
     )
 
 
 # -------------------------------------------------------------------------------------------------
-# Samples that are folded with other dimensions, by the lengths of the model's inputs.
+# Batch dimensions flattened with other dimensions, by the lengths of the model's inputs.
 #
-# In [b * n, d] sample i has n neighboring entries, in [n * b, d] every b-th: no shape tells which. Nor
-# does one look tell it of other lengths, with which a dimension that was of one entry may have
-# grown on the samples' other side. But dimensions do not shrink where lengths grow: what is of one
-# entry in longer samples is so in shorter ones; and it is not two where there are less than twice as
-# many entries per sample as in shorter ones, since those within have not become fewer.
+# In [b * n, d] sample i has n neighboring entries, in [n * b, d] every b-th entry. No shape shows which.
+# Nor does one dry run show it for other lengths: a dimension of size one may have grown on the samples'
+# other side. But dimensions do not shrink if lengths grow. A dimension of size one in longer samples has
+# size one in shorter ones. It is not two if there are less than twice as many entries per sample as in
+# shorter ones, because the inner dimensions have not become smaller.
 
 
 _Seen = dict[Lengths, dict[int, BatchAxis]]
 
 
 class Folds:
-    """Where the samples are in what is folded, by layer or use.
+    """The batch axes that are flattened with others, by layer or use.
 
-    What is known is known of a name, whatever the model's state and the way it is called.
+    They are kept by name, for any state of the model and any kind of call.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, _Seen] = {}
-        """By the inputs' lengths, and the number of entries a sample."""
+        """By the inputs' lengths, and the number of entries per sample."""
 
     def __bool__(self) -> bool:
         return bool(self._seen)
 
     def copy(self) -> Folds:
-        """What is known now."""
+        """A copy of what is known now."""
         twin = Folds()
         twin.put_back(self)
         return twin
 
     def put_back(self, earlier: Folds) -> None:
-        """What was known then is so still."""
+        """Add what was known then."""
         for name, seen in earlier._seen.items():
             own = self._seen.setdefault(name, {})
             for lengths, folds in seen.items():
                 own[lengths] = own.get(lengths, {}) | folds
 
     def facts(self) -> set[tuple[Hashable, Hashable]]:
-        """What was seen of every layer and use."""
+        """What was seen in every layer and use."""
         return {
             (name, (lengths, fact))
             for name, seen in self._seen.items()
@@ -200,10 +199,10 @@ class Folds:
     def note(
         self, name: Hashable, batch_axis: BatchAxis, known: Iterable[int], lengths: Lengths
     ) -> None:
-        """A sample had so many entries there, with inputs of these lengths.
+        """Note that a sample had so many entries there, with inputs of these lengths.
 
         Raises:
-            BatchSizeError: in an earlier call they lay in another order, or would have been taken to.
+            BatchSizeError: an earlier call had them, or was assumed to have them, in another order.
         """
         seen = self._seen.setdefault(name, {})
         for each in known:
@@ -211,29 +210,28 @@ class Folds:
             if folded is None:
                 continue
             found = BatchAxis(batch_axis.axis, *folded)
-            told = self.find(name, each, lengths)
-            if told not in (None, found) or not all(map(found.like, _places(seen))):
+            known_axis = self.find(name, each, lengths)
+            if known_axis not in (None, found) or not all(map(found.like, _axes_in(seen))):
                 raise BatchSizeError(
-                    f"{where(called(name))}: its rows are those of the samples in another order than in "
-                    "an earlier call (sample by sample, or time by time), so whose they are depends on "
-                    "how the model is called; keep one layout (permute the dimensions before they are "
-                    "flattened), or use a module of its own for each"
+                    f"{where(called(name))}: the samples are flattened with other dimensions in another "
+                    "order than in an earlier call (sample by sample, or time by time). Use one order, "
+                    "or a separate module for each."
                 )
             seen.setdefault(lengths, {})[each] = found
 
     def has(self, name: Hashable, lengths: Lengths) -> bool:
-        """It was seen with inputs of these lengths."""
+        """Whether it was seen with inputs of these lengths."""
         return lengths in self._seen.get(name, {})
 
     def find(self, name: Hashable, each: int, lengths: Lengths) -> BatchAxis | None:
-        """Where the samples are, of which each has so many entries; None if that is not known."""
+        """The batch axis, if each sample has so many entries; None if it is not known."""
         seen = self._seen.get(name, {})
         return seen.get(lengths, {}).get(each) or _between(seen, each, lengths)
 
 
 def _between(seen: _Seen, each: int, lengths: Lengths) -> BatchAxis | None:
-    """What samples of other lengths tell: all of them had their samples outermost, or all innermost."""
-    folded = [batch_axis for batch_axis in _places(seen) if not batch_axis.plain]
+    """The batch axis that follows from other lengths, if samples were always outermost, or innermost."""
+    folded = [batch_axis for batch_axis in _axes_in(seen) if not batch_axis.plain]
     orders = {batch_axis.order for batch_axis in folded}
     if orders not in ({1}, {-1}):
         return None
@@ -246,7 +244,7 @@ def _between(seen: _Seen, each: int, lengths: Lengths) -> BatchAxis | None:
     return None
 
 
-def _places(seen: _Seen) -> Iterator[BatchAxis]:
+def _axes_in(seen: _Seen) -> Iterator[BatchAxis]:
     return (batch_axis for folds in seen.values() for batch_axis in folds.values())
 
 
@@ -260,17 +258,16 @@ def _reach(longer: Lengths, shorter: Lengths) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Rows of constants to which trained weights are applied, and of which samples choose by their
-# numbers.
+# Rows of constants that trained weights are applied to, and that samples choose by number.
 #
-# So graph networks are called with numbers of nodes, whose features lie in a buffer: these follow
-# from no sample of the batch, and may be the private data. A table of frozen weights of which
-# samples choose before anything is trained on them is none such, nor are weights that are
+# Graph networks are called with numbers of nodes, and the nodes' features lie in a buffer. These
+# features depend on no sample of the batch, and may be the private data. A table of frozen weights is
+# no such case, if samples choose rows before trained weights are applied. Nor are weights that are
 # multiplied entry by entry.
 
 
 class Rows(NamedTuple):
-    """Constants of which each row has been multiplied by trained weights: where, and how many rows."""
+    """Constants with rows that are multiplied by trained weights: memory, shape and number of rows."""
 
     memory: int
     shape: tuple[int, ...]
@@ -281,24 +278,25 @@ class Rows(NamedTuple):
         return Rows(memory_of(parts_of(x)[-1]), tuple(x.shape), x.shape[axis])
 
 
-def say_chosen(model: nn.Module, chosen: Mapping[Rows, str], told: set[str]) -> None:
-    """Warn once of rows that the model holds, or has computed of what it holds: that has their shape.
+def say_chosen(model: nn.Module, chosen: Mapping[Rows, str], warned: set[str]) -> None:
+    """Warn once of rows that the model holds, or computes from tensors of the same shape.
 
     Args:
-        chosen: the rows, and the use in which samples choose among them. told: their names, if they
-            have been told.
+        chosen: the rows, and the use in which samples choose among them. warned: names in earlier
+        warnings.
     """
     held = [(name, Rows.of(x, 0)) for name, x in (_held(model) if chosen else ())]
     names: dict[str, None] = {}
     for rows in chosen:
         same = [name for name, own in held if own.memory == rows.memory]
         names |= dict.fromkeys(same or [name for name, own in held if own.shape == rows.shape])
-    if not names.keys() <= told:
-        told.update(names)
+    if not names.keys() <= warned:
+        warned.update(names)
         say(
-            f"{' and '.join(names)}: trained weights meet all rows, and samples choose among them by "
-            f"number ({next(iter(chosen.values()))}), so what they hold is neither clipped nor noised. "
-            "If it is private, pass each sample its own rows; else make it a frozen parameter."
+            f"{' and '.join(names)}: trained weights use all rows, and samples choose among them by "
+            f"number ({next(iter(chosen.values()))}), so private data in them would not be protected. "
+            "Pass each sample its own rows, or make public data a frozen parameter.",
+            doc="coupled-samples",
         )
 
 
@@ -314,130 +312,130 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 MANY = 512
-"""Samples of the largest batch that is run whole for a look."""
+"""Number of samples up to which a dry run has the whole batch."""
 
 
 @dataclass
 class Guards:
-    """What later calls are held to, whose inputs come in one way: outputs, by their number."""
+    """What later calls with inputs of one kind must fulfill: outputs, by their number."""
 
     mixed: dict[int, int] = field(default_factory=dict)
-    """Those that couple samples, and must not be part of a loss: dimensions."""
+    """Dimensions of outputs that couple samples, and must not be part of a loss."""
     spreading: dict[int, int] = field(default_factory=dict)
-    """Those behind which NaN in one sample's gradient would reach others: axes."""
+    """Batch axes of outputs behind which NaN in one sample's gradient would reach others."""
     outlets: set[Any] = field(default_factory=set)
-    """Where looks have seen tensors that a call returns: samples.outlets."""
+    """Positions of returned tensors that dry runs have seen (`fastclip.samples.outputs.outlets`)."""
     rare: set[Any] = field(default_factory=set)
-    """The same of those that calls have returned, and no look has seen."""
+    """The same for tensors that calls have returned, but no dry run has seen."""
 
 
 class BatchLayout:
-    """The samples' place in every intercepted layer and use, for one kind of call.
+    """The batch axis of every intercepted layer and use, for one kind of call.
 
     Args:
-        axis: of the samples in the model's inputs (0 where batch_first). drawn: what is in hand.
+        axis: of the samples in the model's inputs (0 if batch_first). drawn: gives the numbers of
+        samples
+            of the sampled batches.
     """
 
     def __init__(self, axis: int, drawn: Drawn = tuple) -> None:
         self.axis, self.drawn = axis, drawn
         self.known = False
         self.proven = False
-        """A traced run says all of it (fastclip.samples.rehearsal); no values were compared."""
+        """Traced runs prove all of it (fastclip.samples.rehearsal); no values were compared."""
         self.entries: set[Hashable] = set()
-        """As of `entries_of`, in traced runs that have."""
+        """As of `entries_of`, in traced runs."""
         self.by_values = False
-        """What is computed follows from values, or chance that Python sees: every step is traced."""
+        """The computation depends on values, or on chance that Python sees, so every step is traced."""
         self.by_chance = False
         """Python has drawn random numbers, or has read some."""
         self.lenient = False
-        """Python may make other constants of its numbers alongside each sample."""
+        """Python may compute other constants from its numbers alongside each sample."""
         self.whole = False
-        """Looks are at as many samples as there are."""
+        """Dry runs are on the whole batch."""
         self.asked = False
-        """Python has asked yes-or-no questions of the batch in that run, which had no effect."""
+        """Python has asked yes-or-no questions about the batch in that run, without an effect."""
         self.drives = False
-        """The method trains by itself, so it is not run for a look."""
+        """The method trains by itself, so there is no dry run of it."""
         self.compared = 0
-        """Number of distinct samples that were held against each other."""
+        """Number of distinct samples that were compared with each other."""
         self.tried = 0
         """Samples of the largest batch from which distinct samples were taken."""
         self.watch: Watch | None = None
-        """The state in which the model was looked at."""
-        self.told_by: list[tuple[int, Way]] = []
-        """The input whose size along `axis` is that of the batch: its number, among these inputs."""
+        """The state of the model in the last dry run."""
+        self.shown_by: list[tuple[int, Way]] = []
+        """The input that shows the batch size along `axis`: its number, among these inputs."""
         self._cuts: list[tuple[Way, Cuts]] = []
         """The axes of the inputs that hold the samples."""
         self._last: Reading | None = None
-        """The inputs of the call that runs, as they were when they were first read."""
-        self._aside = SharedInputs()
+        """The inputs of the running call, when they were first read."""
+        self._shared = SharedInputs()
         self.paths = Paths()
-        """The ways through torch's operators that its calls have taken."""
+        """The paths through torch's operators that its calls have taken."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.chosen: dict[Rows, str] = {}
         """Rows of constants that trained weights meet, and the use where samples choose among them."""
-        self.told_of: set[str] = set()
+        self.warned_of: set[str] = set()
         """Names of such rows."""
         self.version = 0
-        """Another one once a look may have changed what is known."""
+        """Increases when a dry run may have changed what is known."""
         self.forget()
 
     def forget_all(self) -> None:
-        """Nothing is known, nor of the states in which it was."""
+        """Forget everything, including the state of the last dry run."""
         self.watch, self.compared, self.tried = None, 0, 0
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known of layers and uses."""
+        """Forget what is known about layers and uses."""
         self.met: set[Hashable] = set()
         """Layers and uses that a probe has seen."""
         self.counting: set[str] = set()
         """Layers among them that count their samples themselves."""
         self.batch_axes: dict[Hashable, BatchAxis] = {}
-        """Where the samples are, by a layer's path or the key of a use."""
+        """Batch axes, by a layer's path or the key of a use."""
         self.folds = Folds()
-        """The same for what is folded."""
+        """The same if they are flattened with other dimensions."""
         self.open: set[str] = set()
         """Layers without rules: their input has no samples, or samples that the model has moved."""
         self.moved: dict[Hashable, None] = {}
-        """Layers and uses whose samples have no one place: data put them somewhere, or
-        calls differ."""
+        """Layers and uses without one batch axis, because data move the samples or calls differ."""
         self.turns: set[Hashable] = set()
-        """Uses that are made for one sample after the other; `folds` says in which order, by lengths."""
+        """Uses that take one sample after the other; `folds` has their order, by lengths."""
         self.uses: dict[Hashable, bool] = {}
         """Calls of functions with parameters: True: with a batch; False: with constants alone."""
         self.routers: dict[Hashable, set[str]] = {}
-        """For uses whose samples are moved: the modules from which they come out in their places."""
+        """For uses with moved samples: the modules that return them in their order."""
         self.returns: dict[str, dict[int, BatchAxis]] = {}
-        """For these modules: where the samples are in what they return."""
+        """For these modules: the batch axes of their outputs."""
         self.astray: set[str] = set()
-        """Modules that have returned samples in other places: they route nothing."""
+        """Modules that have returned samples in other orders: they route nothing."""
         self.users: set[str] = set()
         """Modules inside which parameters are used by themselves."""
         self.proxied: set[nn.Parameter] = set()
         """Parameters that are used outside a layer with a rule."""
         self._guards: list[tuple[Way, Guards]] = []
         self.guards = Guards()
-        """Those of the inputs that were cut last."""
+        """Guards for the inputs that were cut last."""
 
     def batch_size(self, args: tuple, kwargs: dict, *, begins: bool = False) -> int | None:
-        """Number of samples in the inputs; where a call `begins`, those without have not changed.
+        """Number of samples in the inputs. If a call `begins`, check that shared inputs are unchanged.
 
         Raises:
-            BatchSizeError: they have.
+            BatchSizeError: they have changed.
         """
         given = self.read(args, kwargs)
         if begins and not self.flat and (cuts := self.cuts(given.way)) is not None:
-            self._aside.check(given.leaves, given.way, cuts)
-        for number, known in self.told_by:
+            self._shared.check(given.leaves, given.way, cuts)
+        for number, known in self.shown_by:
             if given.way == known:
                 samples = rows_of(given.leaves[number], self.axis)
                 return check_drawn(args, kwargs, samples, self.drawn) if begins else samples
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
 
     def read(self, args: tuple, kwargs: dict) -> Reading:
-        """The inputs flattened, as those of a call that was looked at, if any came this way; once a
-        call."""
+        """The inputs flattened, as in a call with a dry run, if one had such inputs; once per call."""
         last = self._last
         if last is not None and last.args is args and last.kwargs is kwargs:
             return last
@@ -454,26 +452,26 @@ class BatchLayout:
         return found
 
     def ended(self) -> None:
-        """A call is over: nothing of its inputs is held."""
+        """Release the inputs, because the call is over."""
         self._last = None
 
     def cuts(self, way: Way) -> Cuts | None:
-        """The axes of the inputs that hold the samples, for inputs that come this way."""
+        """The batch axes of the inputs, for inputs of this kind."""
         return next((cuts for known, cuts in self._cuts if known == way), None)
 
     def cut_by(self, way: Way, cuts: Cuts) -> None:
-        """From now on inputs that come this way are cut along these axes."""
+        """Cut inputs of this kind along these axes from now on."""
         others, self._last = [known for known in self._cuts if known[0] != way], None
         self._cuts = [(way, cuts), *others]
         self.guards = self._guards_of(way)
 
-    def size_told_by(self, way: Way, cuts: Cuts) -> None:
-        """The first input that is cut along the samples' own axis tells how many there are."""
+    def size_shown_by(self, way: Way, cuts: Cuts) -> None:
+        """Note the first input that is cut along the batch axis, which shows the number of samples."""
         number = next(i for i, axis in enumerate(cuts) if axis == self.axis)
-        self.told_by = [(number, way), *(x for x in self.told_by if x[1] != way)]
+        self.shown_by = [(number, way), *(x for x in self.shown_by if x[1] != way)]
 
     def guards_of(self, args: tuple, kwargs: dict) -> Guards:
-        """Those of calls with such inputs."""
+        """Guards of calls with such inputs."""
         return self._guards_of(self.read(args, kwargs).way)
 
     def _guards_of(self, way: Way) -> Guards:
@@ -484,30 +482,30 @@ class BatchLayout:
         return found
 
     def settle(self) -> None:
-        """Layers that were seen only where nothing could tell their samples have not been met."""
-        told = self.batch_axes.keys() | self.open | self.counting | self.turns
-        self.met = {name for name in self.met if name in told or not isinstance(name, str)}
+        """Forget layers that were met only in runs that could not identify their samples."""
+        known = self.batch_axes.keys() | self.open | self.counting | self.turns
+        self.met = {name for name in self.met if name in known or not isinstance(name, str)}
 
     def facts(self) -> set[tuple[Hashable, Hashable]]:
-        """What calls rely on: layers and uses, each with what is known of it, whatever lengths are."""
+        """What calls rely on: layers and uses, each with what is known about it for any lengths."""
         batch_axes = {(n, p.axis) for n, p in self.batch_axes.items() if n not in self.open}
         return {*batch_axes, *self.folds.facts(), *self.uses.items()}
 
     def lost(self, paths: Iterable[str]) -> None:
-        """These modules have been seen to return samples in other places."""
+        """Note modules that have returned samples in other orders."""
         self.version += 1
         self.astray.update(paths)
         self.returns = {p: found for p, found in self.returns.items() if p not in self.astray}
         self.routers = {name: found - self.astray for name, found in self.routers.items()}
 
     def knows(self, name: Hashable) -> bool:
-        """A probe has seen this layer or use (or cannot see any: inputs that cannot be cut)."""
+        """Whether a probe has seen this layer or use, or inputs cannot be cut for a probe."""
         return name in self.met or (self.known and self.flat)
 
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
-        """Whether the model must be run on a few samples before this call; to be asked once a call.
+        """Whether a dry run must come before this call; to be asked once per call.
 
-        At the first one, and where it has changed its state or is called in another way.
+        It must before the first call, and if the model's state or the kind of call has changed.
         """
         if not self.known or self.watch is None or self.watch.changed(args, kwargs):
             return True
@@ -521,12 +519,12 @@ class BatchLayout:
         return False
 
     def has_grown(self, samples: int) -> bool:
-        """So many samples are more than twice as many as any batch had that was looked at."""
+        """Whether there are more than twice as many samples as in any batch with a dry run."""
         return self.known and not self.flat and samples > 2 * self.tried and self.tried < MANY
 
     @property
     def holds_for_any(self) -> bool:
-        """Traced runs of several numbers of samples were the same, which is the proof for any number."""
+        """Whether traced runs on several numbers of samples were the same, which proves it for any."""
         return self.proven and self.tried > 1 and not (self.by_values or self.lenient)
 
     def entries_of(self, args: tuple, kwargs: dict) -> set[Hashable]:
@@ -550,7 +548,7 @@ class BatchLayout:
     def place_of(
         self, name: Hashable, x: Tensor, batch: int, lengths: Lengths | None
     ) -> BatchAxis | None:
-        """Where the samples are in `x`, of a layer or use that was met; None if that is not known."""
+        """The batch axis of `x`, of a layer or use that was met; None if it is not known."""
         batch_axis = self.batch_axes.get(name)
         if batch_axis is None or x.dim() <= batch_axis.axis:
             return None
@@ -568,7 +566,7 @@ class BatchLayout:
         self, path: str, x: Tensor, batch: int | None, fixed: int | None,
         lengths: Lengths | None = None,
     ) -> BatchAxis:  # fmt: skip
-        """The samples' place in a layer's input.
+        """The batch axis of a layer's input.
 
         Args:
             path: the layer's path. x: its input. batch: samples in the model's input, if known.
@@ -588,19 +586,19 @@ class BatchLayout:
             if batch_axis is None or not batch_axis.fits(x, batch):
                 axis = self.batch_axes[path].axis if path in self.batch_axes else self.axis
                 raise BatchSizeError(
-                    f"{where(path)}: expected {batch} rows along axis {axis}, as in the model's input, "
-                    f"got shape {list(x.shape)}; layers must see the samples that the model was given"
+                    f"{where(path)}: expected {batch} samples along axis {axis}, as in the model's "
+                    f"input, got shape {list(x.shape)}. Pass each layer all samples of the batch."
                 )
         assert batch_axis is not None
         if fixed is not None and batch_axis.axis != fixed:
             raise BatchSizeError(
-                f"{where(path)}: this layer takes its samples along axis {fixed}, but in this model "
-                f"they lie along axis {batch_axis.axis} of its input of shape {list(x.shape)}; move the "
-                "batch first"
+                f"{where(path)}: expected samples along axis {fixed}, got an input of shape "
+                f"{list(x.shape)} with samples along axis {batch_axis.axis}. Move the samples to axis "
+                f"{fixed}."
             )
         if x.dim() <= batch_axis.axis:
             raise BatchSizeError(
                 f"{where(path)}: expected an input with samples along axis {batch_axis.axis}, got shape "
-                f"{list(x.shape)}"
+                f"{list(x.shape)}."
             )
         return batch_axis

@@ -1,7 +1,7 @@
-"""What a call must show before it contributes: where its samples are, and that they are independent.
+"""Learns, before a call contributes, where its samples are and whether they are independent.
 
 Its inputs are cut to few samples, in the likeliest way first, and run under a tracer
-(fastclip.samples.rehearsal); what a trace leaves open, values say (fastclip.samples.agreement).
+(fastclip.samples.rehearsal). What a trace does not prove, values must show (fastclip.samples.agreement).
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ from fastclip.samples.rehearsal import NoSamples, Rehearsal
 from fastclip.samples.settings import Watch
 
 # -------------------------------------------------------------------------------------------------
-# Inputs that a way of cutting a call leaves out, though they have as many samples as there are
-# samples.
+# Inputs that a way of cutting a call leaves out, although they have as many rows as there are samples.
 
 
 MOST_CUTS = 64
-"""Ways of reading a call's inputs."""
+"""Maximum number of ways to cut the inputs for each way of reading them."""
 _FEW = 3
 _MOST_WIDER = 4
 
 
 class LeftOut:
-    """Wider ways of cutting a call's inputs, with which the model fails on few samples.
+    """Wider ways of cutting a call's inputs, for which the model fails on few samples.
 
-    Cut without an input of the samples' own, a model would return samples, and that input would pass for
-    the same for all samples.
+    If an input with samples is not cut, the model may still return samples, and that input would pass
+    for a shared input.
 
     Args:
         probe_of: makes a probe of so many samples, of inputs that are cut in a way.
@@ -61,16 +60,15 @@ class LeftOut:
         self._failed: list[tuple[Way, Cuts, str]] = []
 
     def cuts_the_model(self, cuts: Cuts) -> bool:
-        """A parameter or buffer of the model, given back to it, would be cut."""
+        """Whether a parameter or buffer of the model, passed to it as an input, would be cut."""
         return self._of_data(cuts) != cuts
 
     def fails(self, cuts: Cuts, error: str) -> None:
-        """The model does not run on few samples, cut this way."""
+        """Note that the model does not run on few samples, cut this way."""
         self._failed.append((self._run.way, cuts, error))
 
     def check(self, cuts: Cuts) -> None:
-        """This way leaves out no samples that a wider one has, with which the model runs on more
-        samples.
+        """Check that this way leaves out no input that a wider way cuts, if that runs on more samples.
 
         Raises:
             BatchSizeError: naming the first input that it leaves out.
@@ -85,15 +83,13 @@ class LeftOut:
             left = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
             if left is not None and (samples := self._runs_with(wider)) is not None:
                 raise BatchSizeError(
-                    f"{INPUT}{left} has a row for each sample, too, for the model runs with {samples} "
-                    f"rows of each, but not with 2 and 3{error}, so whether it couples them cannot be "
-                    "told; let it take any number of rows, and return what it makes of each row "
-                    f"alone, or, if {INPUT}{left} is the same for all samples, make it a buffer of "
-                    "the model"
+                    f"{INPUT.capitalize()}{left} has one row per sample, too, but the model runs with "
+                    f"{samples} samples and not with 2 and 3{error}. Let the model take any number of "
+                    "samples, or make the input a buffer if all samples share it."
                 )
 
     def _runs_with(self, cuts: Cuts) -> int | None:
-        """A number of samples, fewer than the batch has, with which the model runs, cut this way."""
+        """A number of samples below the batch size with which the model runs, cut this way; or None."""
         batch = self._run.rows(cuts)
         for samples in dict.fromkeys((batch - 1, batch - 2, batch // 2)):
             if samples <= _FEW:
@@ -109,15 +105,15 @@ class LeftOut:
         return None
 
     def _of_data(self, cuts: Cuts) -> Cuts:
-        """Without what is the model's own, given back to it as an input: no sample of the batch."""
+        """The cuts without the model's own tensors, which hold no sample of the batch."""
         leaves = self._run.leaves
         return tuple(None if id(x) in self._own else a for x, a in zip(leaves, cuts, strict=True))
 
     def check_lists(self, cuts: Cuts, layout: BatchLayout) -> None:
-        """The model does not also run where each tensor of a list holds all samples.
+        """Check that the model does not also run if each tensor of a list holds all samples.
 
         Raises:
-            BatchSizeError: it does, and which of them are samples cannot be told.
+            BatchSizeError: it does, so either may be the samples.
         """
         run, way, samples = self._run, self._run.way, self._run.rows(cuts)
         likely, sizes = run.drawn(), {0}
@@ -133,8 +129,7 @@ class LeftOut:
             run.read_as(way, layout.axis)
 
     def _outputs(self, cuts: Cuts) -> list[Any]:
-        """What the model returns for 2 and for 3 samples, cut this way; nothing where it does
-        not run."""
+        """The model's outputs for 2 and for 3 samples, cut this way; empty if it does not run."""
         self._run.cut(cuts)
         try:
             return [self._run.once(self._probe_of(cuts, n), [0] * n) for n in (_FEW - 1, _FEW)]
@@ -151,24 +146,23 @@ def learn(
     layout: BatchLayout, run: Runs, path: Hashable | None = None, *, whole: bool = False,
     compare: bool = False,
 ) -> None:  # fmt: skip
-    """Note where the samples of this call are, and that its samples are apart.
+    """Locate the samples of this call, and check that they are independent.
 
-    Generators, buffers, attributes and parameters are as before afterwards. Inputs that cannot be cut
-    are accepted only where a layer is seen to count its samples itself (EmbeddingBag over the flat ids
-    of all bags).
+    Generators, buffers, attributes and parameters are unchanged afterwards. Inputs that cannot be cut
+    are accepted only if a layer counts its samples itself (EmbeddingBag over the flat ids of all bags).
 
     Args:
         layout: what is known so far. run: the call.
         path: a layer or use that has just been reached and must be among those seen.
-        whole: the call is run on as many samples as it has. compare: values must say it, too.
+        whole: run the call on as many samples as it has. compare: compare values, too.
 
     Raises:
-        BatchSizeError: the samples are not to be found, or the model couples them.
+        BatchSizeError: the samples cannot be located, or the model couples them.
     """
-    if run.has_none(layout.axis):  # the next call is looked at
+    if run.has_none(layout.axis):  # the next call is traced
         layout.known = False
         return
-    if not layout.known:  # nothing of an earlier refusal is left
+    if not layout.known:  # forget what led to an earlier error
         layout.forget_all()
     foreign: Exception | None = None
     try:
@@ -184,9 +178,9 @@ def learn(
         if foreign is not None:
             run.as_called()  # a model that fails on its own input says why itself
             raise BatchSizeError(
-                "the model runs on this batch, but not where every operation on a few rows of it is "
-                f"followed ({described(foreign)}). Let it take any number of rows, and use torch's "
-                "dense operations there"
+                "The model runs on this batch, but not in a traced run on a few of its samples "
+                f"({described(foreign)}). Let it take any number of samples, and use torch's dense "
+                "operations there."
             ) from foreign
     except BaseException:
         layout.known = False
@@ -195,24 +189,23 @@ def learn(
         layout.known = False
         if not found.meets(path):
             raise BatchSizeError(
-                f"{where(called(path))}: this layer runs with this batch, but not with a few rows of "
-                "it, so where its samples lie is not known; let the model use the same layers for any "
-                "number of rows"
+                f"{where(called(path))}: this layer runs with this batch, but not with a few of its "
+                "samples, so its batch axis is unknown. Use the same layers for any number of samples."
             )
-        found.tell()
+        found.update_layout()
     given = run.args, run.kwargs
     layout.known = True
     layout.watch = layout.watch or Watch(run.model, *given, layout.read, layout.axis)
     layout.tried = max(layout.tried, layout.batch_size(*given) or 0)
-    say_chosen(run.model, layout.chosen, layout.told_of)
+    say_chosen(run.model, layout.chosen, layout.warned_of)
     layout.chosen.clear()
 
 
 def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
-    """What the first way of cutting the inputs shows with which samples come out; None of flat ids.
+    """The result of the first way of cutting the inputs that gives samples; None for flat ids.
 
     Raises:
-        BatchSizeError: samples are not independent in any way, or cannot be found.
+        BatchSizeError: samples are not independent in any way, or cannot be located.
     """
     run.check_unnested()
     failed, flat, met = "", layout.flat, None
@@ -250,17 +243,16 @@ def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
         return None
     run.as_called()  # a model that fails on its own input says why itself
     if met:
-        raise coupled("the output", met)
+        raise coupled("The output", met)
     raise BatchSizeError(
-        "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
-        "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
-        f"along axis {layout.axis} (a list of tensors: stack or pad them), and let the model "
-        f"take any number of rows{run.unread}{failed}"
+        "The batch axis of the model's inputs is unknown: no way to cut them to 2 and 3 samples gives "
+        f"as many samples of output{run.unread}{failed}. Pass tensors with samples along axis "
+        f"{layout.axis}, and let the model take any number of samples."
     )
 
 
 def _known(layout: BatchLayout) -> Any:
-    # of one sample alone, what has as many entries may be anything
+    # with one sample, any tensor may have as many entries
     return layout.cuts if layout.tried > 1 else lambda _: None
 
 
@@ -269,8 +261,7 @@ def _explained(
 ) -> BatchSizeError:
     if by_python:
         return BatchSizeError(
-            f"{error} (numbers of samples come to the model in lists or arrays, where nothing shows "
-            "whose they are: pass tensors with one row a sample)"
+            f"{error}. If numbers come in lists or arrays, pass tensors with one row per sample instead."
         )
     if run.in_lists(cuts):
         return in_lists(error)
@@ -280,31 +271,31 @@ def _explained(
 
 
 # -------------------------------------------------------------------------------------------------
-# What a look cannot do where the model's parameters are spread over ranks.
+# Limits of dry runs if the model's parameters are sharded over ranks.
 
 
-_WAY_OUT = "or use DistributedDataParallel"
+_FIX = "or use DistributedDataParallel."
 
 
 def check_look(shards: Shards | None, name: str, layer: str) -> None:
-    """Refuse to look at a call for which other ranks do not gather the parameters.
+    """Check that other ranks gather the parameters for a dry run of this call.
 
     Args:
-        name: of the call. layer: which has been reached.
+        name: of the call. layer: the layer that has been reached.
     """
     if shards is not None and not shards.gathered:
         raise GraphError(
-            f"{name}: {layer} is reached past the model's own forward, or for the first time, where its "
-            "parameters are spread over ranks (fully_shard), so it cannot be looked at; call the model "
-            f"itself, let all batches go the same way through it, {_WAY_OUT}"
+            f"{name}: {layer} is reached outside the model's forward, or for the first time, while its "
+            "parameters are sharded (fully_shard). Call the model itself, let all batches use the same "
+            f"layers, {_FIX}",
+            doc="sharded-models",
         )
 
 
 def check_moves(shards: Shards | None, model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuse modules that move samples if they, or parts of them, were given to fully_shard.
+    """Check that modules that move samples are not sharded by themselves, nor their parts.
 
-    As many more backward passes go through them as the samples ask, each of which would gather
-    parameters.
+    Such modules need more backward passes, as the samples require. Each would gather parameters.
     """
     if shards is None:
         return
@@ -312,7 +303,7 @@ def check_moves(shards: Shards | None, model: nn.Module, paths: Iterable[str]) -
         parts = model.get_submodule(path).modules()
         if any(isinstance(part, FSDPModule) and part is not model for part in parts):
             raise UnsupportedLayerError(
-                f"{path or 'the model'}: rows are moved there by their values, which more backward "
-                "passes follow, but parts of it gather their parameters in every pass; give fully_shard "
-                f"what holds the whole of it, {_WAY_OUT}"
+                f"{where(path)}: samples are moved there by their values, but fully_shard was applied "
+                f"to parts of it. Apply fully_shard to a module that contains the whole of it, {_FIX}",
+                doc="sharded-models",
             )

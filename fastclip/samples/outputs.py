@@ -1,4 +1,4 @@
-"""What a call returns: outputs that come later, losses of several samples, NaN in gradients."""
+"""Outputs of a call: outputs that appear later, losses of several samples, NaN in gradients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.layout import BatchLayout, Guards
 
 # -------------------------------------------------------------------------------------------------
-# Gradients that are not finite stop at the output of a model that would spread them over other
-# samples.
+# Non-finite gradients are stopped at the output of a model that would pass them on to other samples.
 #
-# Products with weights of exactly 0 (a block-diagonal mask, a one-hot dispatch) keep samples apart as
-# long as all gradients are finite: 0 * NaN is NaN. The loss of one sample may be NaN for its own
-# label.
+# With weights of exactly 0 (a block-diagonal mask, a one-hot dispatch) samples are independent only if
+# all gradients are finite, because 0 * NaN is NaN. The loss of one sample may be NaN for its own label.
 
 
 def stop_gradients(spreading: Mapping[int, int], output: Any) -> None:
-    """Samples whose gradient comes in NaN, infinite or too large to be squared get zeros in its place.
+    """Replace a sample's gradient by zeros if it is NaN, infinite or too large to be squared.
 
     Args:
-        spreading: the axis of the samples in these outputs, by number; -1: entries are taken by
-        themselves.
+        spreading: the batch axis of these outputs, by number; -1: each entry is taken by itself.
     """
     if not spreading:
         return
@@ -45,7 +42,7 @@ def stop_gradients(spreading: Mapping[int, int], output: Any) -> None:
 
 def _stopped(axis: int, gradient: Tensor) -> Tensor:
     largest = torch.finfo(gradient.dtype).max
-    # a norm that is beyond the largest number contributes nothing anyway
+    # a norm beyond the largest number contributes nothing anyway
     known = gradient.abs() <= (largest if gradient.dtype == torch.float16 else largest**0.5)
     others = [d for d in range(gradient.dim()) if d != axis]
     if axis >= 0 and others:
@@ -54,11 +51,11 @@ def _stopped(axis: int, gradient: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# Outputs that belong to no one sample: a loss computed inside the model, scores of samples against
+# Outputs that belong to several samples: a loss computed inside the model, scores of samples against
 # samples.
 #
-# A mean of the samples' own losses gives every sample the same gradient whatever the others hold. A mean
-# over tokens, a contrastive loss, a statistic of the batch do not; they may be returned, but not
+# In a mean of per-sample losses, each sample's gradient is independent of the others. In a mean over
+# tokens, a contrastive loss or a statistic of the batch it is not. These may be returned, but not
 # trained on.
 
 
@@ -70,20 +67,20 @@ def check_gradients(guards: Guards, output: Any, *, replaced: bool = False) -> A
             entropies are per sample.
 
     Returns:
-        The output, in which views take the place of what couples samples: other outputs may be made
-        of it.
+        The output, with views instead of tensors that couple samples, because other outputs may be
+        computed from these.
     """
     stop_gradients(guards.spreading, output)
     if not guards.mixed:
         return output
-    output = _apart(guards.mixed, output)
+    output = _as_views(guards.mixed, output)
     for number, tensor in enumerate(tensors_of(output)):
         if guards.mixed.get(number) == tensor.dim() and tensor.requires_grad:
             tensor.register_hook(partial(_check_not_mixed, number, tuple(tensor.shape), replaced))
     return output
 
 
-def _apart(numbers: Collection[int], output: Any) -> Any:
+def _as_views(numbers: Collection[int], output: Any) -> Any:
     leaves, structure = flatten(output)
     places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, PackedSequence))]
     for number in numbers:
@@ -94,13 +91,11 @@ def _apart(numbers: Collection[int], output: Any) -> Any:
 
 
 def _check_not_mixed(number: int, shape: tuple[int, ...], replaced: bool, gradient: Tensor) -> None:
-    way_out = (
-        "model_loss='per_sample' does not know this loss:" if replaced else f"{PER_SAMPLE}, or"
-    )
+    fix = "model_loss='per_sample' does not know this loss:" if replaced else f"{PER_SAMPLE}, or"
     raise BatchSizeError(
-        f"output {number} of the model, of shape {list(shape)}, is part of the loss, but one sample's "
-        "gradient depends on the other samples (a mean over tokens, scores of rows against rows). "
-        f"{way_out} return one loss a row, of shape [b]."
+        f"Output {number} of the model, of shape {list(shape)}, is part of the loss, but it mixes "
+        f"samples (as a mean over all tokens does). {fix} return one loss per sample, of shape [b].",
+        doc="coupled-loss",
     )
 
 
@@ -109,14 +104,14 @@ def _check_not_mixed(number: int, shape: tuple[int, ...], replaced: bool, gradie
 
 _EACH_SAMPLE = "each row"
 Outlet = tuple[tuple[Hashable, ...], int]
-"""Where a tensor is in an output, and of how many dimensions it is."""
+"""The position of a tensor in an output, and its number of dimensions."""
 
 
 def outlets(output: Any, samples: int | None = None) -> Iterator[tuple[Outlet, Tensor]]:
     """The tensors of an output.
 
     Args:
-        samples: lists of as many hold one tensor a sample, of which all are alike; None: no list does.
+        samples: lists of as many hold one tensor per sample, all alike; None: no list does.
     """
     return _below((), output, samples)
 
@@ -139,7 +134,7 @@ def _below(
 
 
 def outlets_of(output: Any, samples: int) -> set[Outlet]:
-    """Where the tensors of an output are, whether lists of as many hold samples or not."""
+    """The positions of the tensors in an output, whether or not lists of as many hold samples."""
     return {outlet for size in (None, samples) for outlet, _ in outlets(output, size)}
 
 
@@ -147,10 +142,10 @@ def guarded(
     layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None,
     *, replaced: bool = False,
 ) -> Any:  # fmt: skip
-    """The output of a call, through which no gradient comes in that couples samples.
+    """The output of a call, which raises an error for a gradient that couples samples.
 
     Args:
-        called: the call, of samples.calls. look: Calls' own, in the middle of it; None where it cannot.
+        called: the call (fastclip.samples.calls). look: starts a dry run inside the call, or None.
         replaced: the model's own mean cross entropies are per sample.
     """
     samples = None if called.forward is None else called.forward.batch_size
@@ -168,7 +163,7 @@ def guarded(
 
 
 def _new(guards: Guards, samples: int, output: Any) -> set[Outlet]:
-    """The outlets that no look has seen, whichever lists hold samples."""
+    """The outlets that no dry run has seen, whichever lists hold samples."""
     found = {outlet for outlet, _ in outlets(output)} - guards.outlets
     if found:
         found = {outlet for outlet, _ in outlets(output, samples)} - guards.outlets
@@ -184,7 +179,8 @@ def _check_seen(layout: BatchLayout, new: set[Outlet], samples: int, output: Any
 
 def _check_not_late(path: tuple[Hashable, ...], shape: tuple[int, ...], gradient: Tensor) -> None:
     raise BatchSizeError(
-        f"output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
-        "but a few rows of the batch do not give it, so whether it couples them is not known; return it "
-        "in every call (zero where nothing counts), or one loss a row, of shape [b]"
+        f"Output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
+        "but a few samples of the batch do not give it, so it may mix samples. Return it in every call, "
+        "or one loss per sample, [b].",
+        doc="coupled-loss",
     )

@@ -1,5 +1,5 @@
-"""Runs of a call on few of its samples, under a tracer: what layers and uses are given, and
-whose it is."""
+"""Runs of a call on few of its samples, under a tracer: the inputs of layers and uses, and the sample
+that each entry belongs to."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------
-# Runs of which only the values count: autograd notes what was computed, and saves none of it.
+# Runs that need only values: autograd records the operations, but saves no tensors.
 #
-# Grad mode stays what it is, for a model may ask for it. One that asks for gradients itself is told
-# that nothing was saved, and runs once more as it is; so does one that fails, for transforms of
-# torch.func refuse to run where nothing is saved.
+# Grad mode is unchanged, because a model may read it. If a model computes gradients itself, it gets an
+# error and runs once more with saved tensors. So does a model that fails, because transforms of
+# torch.func do not run if nothing is saved.
 
 
 class _Unsaved(Exception):
-    """What is asked for was not saved."""
+    """A saved tensor was read, but none is saved."""
 
 
 class _Nothing:
-    """Keeps nothing of what autograd would save.
+    """Keeps no tensor that autograd would save.
 
-    `asked` tells whether any of it was wanted: a model may catch the error.
+    `asked` says whether one was read, because a model may catch the error.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Nothing:
 
 
 def unsaved(run: Callable[[], Any]) -> Any:
-    """What `run` gives; it starts anew, and as it is, where it fails or has asked for gradients."""
+    """The result of `run`; it runs once more with saved tensors if it fails or reads one."""
     nothing = _Nothing()
     with suppress(Exception), saved_tensors_hooks(nothing.pack, nothing.unpack):
         out = run()
@@ -78,34 +78,37 @@ def unsaved(run: Callable[[], Any]) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# The refusal of a model whose samples are not independent.
+# The error for a model with samples that are not independent.
 
 
 class Coupled(BatchSizeError):
-    """What one sample has somewhere follows from other samples."""
+    """The result of one sample depends on other samples."""
 
+    doc = "coupled-samples"
     of = ""
-    """What it follows from."""
+    """What it depends on."""
 
 
-OTHERS, HOW_MANY, NUMBER = "another sample's row", "the number of rows", "its number in the batch"
+OTHERS, HOW_MANY, NUMBER = "another sample", "the number of samples", "its position in the batch"
 """What one sample must not depend on."""
 
 
 def coupled(where: str, cause: object = None, of: str = OTHERS, *, of_all: bool = False) -> Coupled:
-    """The refusal.
+    """The error.
 
     Args:
-        where: it shows. cause: the operation in which samples met, and its line, if that is known.
-        of: what it depends on. of_all: it is given one number of all samples.
+        where: the layer, use or output. cause: the operation that mixed samples, and its line, if known.
+        of: what the result depends on. of_all: it got one number of all samples.
     """
-    hint = "; with a mean of losses, apply it to the rows' losses before the mean" if of_all else ""
+    fix = "Compute each sample of the batch independently of the others"
+    if of_all:
+        fix += ", for example before a mean of losses"
     if str(cause).startswith("_unique"):  # E(ids.unique())[inverse]
-        hint = "; look the ids up directly, not those of the batch made unique"
+        fix = "Look up the ids directly, not ids.unique() of the batch"
     by = f" ({cause})" if cause is not None else ""
     error = Coupled(
-        f"{where}: what one sample has there depends on {of}{by}, so no per-sample gradient exists; let "
-        f"every row of the batch be computed from itself alone{hint}"
+        f"{where}: the result of one sample depends on {of}{by}, so no per-sample gradient exists. "
+        f"{fix}."
     )
     error.of = of
     return error
@@ -119,7 +122,7 @@ Shapes = dict[Hashable, list[tuple[int, ...]]]
 
 
 class Opened(Exception):
-    """What was taken for a value of parameters alone, or for a layer of samples that stay, is none."""
+    """A value does not depend on parameters alone, or a layer's samples move, unlike assumed."""
 
 
 class NotFollowed(Exception):
@@ -127,13 +130,13 @@ class NotFollowed(Exception):
 
 
 class Followed:
-    """What a tracer knows of the tensors of one run.
+    """What a tracer knows about the tensors of one run.
 
     Args:
-        known: the model's trained parameters. cuts: the axes of the inputs that hold samples.
-        samples: that are run. memory: of the batch before, of which nothing may be read.
-        takes_others: tensors as long as the batch that no operation has made are the samples' own.
-        lenient: constants that Python makes may be another alongside each sample.
+        known: the model's trained parameters. cuts: the batch axes of the inputs.
+        samples: their number. memory: of the batch before, which must not be read.
+        takes_others: tensors as long as the batch that no operation has made hold the samples.
+        lenient: constants that Python makes may differ from sample to sample.
     """
 
     def __init__(
@@ -143,14 +146,14 @@ class Followed:
         self.tracer, self.trail, self.rows = Tracer(known, memory=memory), Trail(), samples
         self.tracer.takes_others, self.tracer.lenient = takes_others, lenient
         self.keeps_trail = True
-        """The operations of runs are to be compared."""
+        """Record the operations, to compare runs."""
         self._cuts = cuts
         self._found: dict[tuple[int, tuple[int, ...]], BatchAxis | None] = {}
         self._named = 0
         self._sparse: list[Tensor] = []
 
     def begins_on(self, leaves: list[Any]) -> None:
-        """The run is about to begin on these inputs."""
+        """Begin the run on these inputs."""
         tracer = self.tracer
         tracer.begin()
         tracer.trail = self.trail if self.keeps_trail else None
@@ -162,7 +165,7 @@ class Followed:
                     tracer.questions.masks.add(leaf.numel())
 
     def _begins_with(self, leaf: Any) -> None:
-        """Of each sample's own tensors the same ones have the same name."""
+        """Name the tensors of each sample, equally for all samples."""
         self._named += 1
         for entry in leaf if is_list(leaf) else [leaf]:
             for k, x in enumerate(y for y in inside(entry) if isinstance(y, Tensor)):
@@ -182,7 +185,7 @@ class Followed:
             self.tracer.leave()
 
     def knows(self, model: nn.Module, others: Iterable[Any]) -> None:
-        """What the model holds, and its inputs without samples, are constants."""
+        """Record the model's tensors, and its inputs without samples, as constants."""
         held = (*model.parameters(), *model.buffers(), *own_tensors(model), *others)
         self._sparse = [x for x in held if isinstance(x, Tensor) and not key_of(x)]
         for x in held:
@@ -191,25 +194,23 @@ class Followed:
                 self.trail.begins_with(x, key_of(x))
 
     def shadow_of(self, x: Tensor) -> Shadow:
-        """What is known of `x`."""
+        """What is known about `x`."""
         with all_aside():
             return self.tracer.shadow_of(x)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether `x` follows from a sample, and was not made without numbers just now."""
+        """Whether `x` depends on a sample, and was not just allocated without numbers."""
         record = self.tracer.memory.record(x)
         return self.shadow_of(x).held and not (record is not None and record.fresh)
 
     def has_made(self, x: Tensor) -> bool:
-        """It is sparse or nested, was not there before, and such tensors were made of samples."""
+        """Whether it is sparse or nested and new, while such tensors were computed from samples."""
         if key_of(x) or any(x is y for y in self._sparse):
             return False
         return any("layout" in read.what for read in self.tracer.report.reads)
 
     def place_of(self, x: Tensor, shadow: Shadow, *, moved: bool = False) -> BatchAxis | None:
-        """Where the samples are in `x`; None if not one alone is where another could be, or, unless
-        `moved`, where data have put them.
-        """
+        """The batch axis of `x`; None if there is none, or, unless `moved`, if data move the samples."""
         if not shadow.held or shadow.mixed or shadow.factor is not None:
             return None
         if shadow.flags & (ORDER if moved else ORDER | MOVED):
@@ -222,7 +223,7 @@ class Followed:
             return self._found[key]
 
     def sample_of_entry(self, x: Tensor, shadow: Shadow) -> Tensor:
-        """The sample of every entry of `x`; negative where it is of none, or of several."""
+        """The sample of every entry of `x`; negative if it depends on none, or on several."""
         with all_aside():
             return at.expanded(shadow.sample, x.shape)
 
@@ -230,22 +231,24 @@ class Followed:
 def _place(found: Tensor, shape: tuple[int, ...], samples: int) -> BatchAxis | None:
     axes = [axis for axis, size in enumerate(found.shape) if size > 1]
     for batch_axis in batch_axes(shape, samples, axes):
-        owners = batch_axis.sample_of_entry(shape[batch_axis.axis], samples, found.device).to(
+        expected = batch_axis.sample_of_entry(shape[batch_axis.axis], samples, found.device).to(
             found.dtype
         )
-        owners = owners.view([-1 if axis == batch_axis.axis else 1 for axis in range(len(shape))])
-        if bool(((found == owners) | (found == at.NONE)).all()):
+        expected = expected.view(
+            [-1 if axis == batch_axis.axis else 1 for axis in range(len(shape))]
+        )
+        if bool(((found == expected) | (found == at.NONE)).all()):
             return batch_axis
     return None
 
 
 @dataclass
 class Shown:
-    """What a layer was given, a use gave, or the call returned.
+    """The input of a layer, or the output of a use or of the call.
 
     Args:
         name: of the layer or use; the number of an output. edge: for its gradient; None without one.
-        moved: its samples lie where data put them. of_all: a sum over samples.
+        moved: data move its samples. of_all: a sum over samples.
     """
 
     name: Hashable
@@ -264,13 +267,13 @@ class Shown:
 
 
 class Probe:
-    """One run: layers show it what they are given, and run as they were.
+    """One run: layers show it their inputs, and otherwise run unchanged.
 
     Args:
-        layout: what is known, and what this run adds to it. followed: the tracer's knowledge; None of a
-            run of which nothing is asked. grown: uses of nothing but parameters and the number of
-            samples, and the axis of these. compares: values and gradients are kept. draws_alike:
-            all samples draw the same numbers. change: what is done to the samples of every input.
+        layout: what is known, to which this run adds. followed: the tracer's knowledge; None for a run
+            that is only executed. grown: uses that depend only on parameters and the number of samples,
+            and their batch axes. compares: keep values and gradients. draws_alike: all samples draw the
+            same random numbers. change: applied to the samples of every input.
     """
 
     def __init__(
@@ -283,61 +286,61 @@ class Probe:
         self._grown, self.compares, self.change = grown, compares, change
         self.draws_alike = draws_alike
         self.trusted = followed is None
-        """Inside a layer that is known to keep account of its samples."""
+        """Inside a layer that is known to follow its samples itself."""
         self.closed = False
-        """The run is over: a backward pass may compute parts of it again."""
+        """The run is over; a backward pass may compute parts of it again."""
         self.inside: list[str] = []
-        """Paths of the modules that run at the moment."""
+        """Paths of the running modules."""
         self.users: dict[Hashable, dict[tuple[str, ...], None]] = {}
-        """The modules inside which a use was made, wherever that was."""
+        """The modules around each use, for each of its calls."""
         self.graph: Any = None
-        """Of the values derived in this run."""
+        """Graph of the values derived from parameters in this run."""
         self.derived: Shapes = {}
-        """Of what was computed from parameters and constants alone."""
+        """Shapes of values computed from parameters and constants alone."""
         self.batch_axes: dict[Hashable, BatchAxis] = {}
         self.entries: dict[Hashable, set[int]] = {}
-        """How many a sample has, by layer or use."""
+        """Numbers of entries per sample, by layer or use."""
         self.moved: dict[Hashable, None] = {}
-        """Layers and uses that have no one place."""
+        """Layers and uses without one batch axis."""
         self.loose: dict[Hashable, BatchAxis | None] = {}
-        """Where data have put the samples of these in this run, if that was one place."""
+        """The batch axes of these in this run, if data have moved the samples to one axis."""
         self.coupled: dict[Hashable, Coupled] = {}
-        """Those that are given what follows from several samples, or from their order: the error."""
+        """Errors of layers and uses with inputs that depend on several samples, or on their order."""
         self.unseen: list[Hashable] = []
-        """What follows from the batch before, or from memory that nobody was seen to write."""
+        """Layers and uses that depend on the batch before, or on memory with an unknown writer."""
         self.returned: dict[str, dict[int, BatchAxis | None]] = {}
-        """Where the samples are in what modules returned, by their paths and numbers."""
+        """Batch axes of modules' outputs, by their paths and numbers."""
         self.shown: list[Shown] = []
         self.outputs: list[Shown] = []
-        """What the call has returned that follows from samples."""
+        """The outputs of the call that depend on samples."""
         self.constant_outputs: list[tuple[int, ...]] = []
-        """The shapes of what else it has returned."""
+        """The shapes of its other outputs."""
         self.by_value = False
-        """Whose something is follows from values."""
+        """The sample of some entries depends on values."""
         self.foreign_gradients = False
-        """Somebody's own code computes gradients, or changes them."""
+        """Custom code computes gradients, or changes them."""
         self.draws = self.elsewhere = self.by_python = self.opaque = False
-        """Random numbers were drawn; from other generators than torch's own; samples' numbers come in
-        lists."""
+        """Random numbers were drawn; generators outside torch drew; numbers come in lists; a custom
+        operator drew."""
         self._calls: dict[Hashable, list[int | None]] = {}
-        """The sample of each call of a layer or use that runs on one alone; None: of constants."""
+        """The sample of each call of a layer or use that takes one sample; None: a call on constants."""
         self.constants: Shapes = {}
-        """What uses have given of constants, and has the place of what they give of samples."""
+        """Shapes of outputs of uses that depend on constants instead of samples."""
 
     def holds(self, x: Tensor) -> bool:
         """Whether `x` may hold numbers of the batch."""
         return self.followed is None or self.followed.holds(x)
 
     def is_new_and_sparse(self, x: Tensor) -> bool:
-        """It is a tensor without memory of its own that this run has made, perhaps of the batch."""
+        """Whether this run has made the tensor without memory of its own, perhaps from the batch."""
         return self.followed is not None and self.followed.has_made(x)
 
     def reaches(self, values: Iterable[Any]) -> bool:
-        """Whether one of these may."""
+        """Whether one of these may hold numbers of the batch."""
         return any(isinstance(x, Tensor) and self.holds(x) for x in values)
 
     def observe(self, path: str, x: Any, counts_samples: bool) -> None:
-        """Note a layer's input, of a rule that may only count its samples."""
+        """Note a layer's input; `counts_samples`: its rule counts the samples itself."""
         if not isinstance(x, Tensor):
             return
         self.layout.met.add(path)
@@ -348,7 +351,7 @@ class Probe:
             self.show(path, x)
 
     def show(self, name: Hashable, value: Tensor) -> None:
-        """The input of a layer, or the output of a use."""
+        """Note the input of a layer, or the output of a use."""
         if self.closed or self.followed is None:
             return
         if value.is_nested and value.layout == torch.strided:  # it has no shape
@@ -412,14 +415,14 @@ class Probe:
             self.shown.append(Shown(name, value.detach().clone(), shadow, batch_axis, edge))
 
     def gives(self, path: str, out: Any) -> None:
-        """A layer has returned this."""
+        """Note a layer's output."""
         if self.compares and not (self.closed or self.trusted) and type(out) is Tensor:
             assert self.followed is not None
             shadow = self.followed.shadow_of(out)
             self._keep(path, out, shadow, self.followed.place_of(out, shadow))
 
     def leaves(self, path: str, output: Any) -> None:
-        """A module returned this."""
+        """Note a module's output."""
         if self.closed or self.trusted or self.followed is None:
             return
         known = self.returned.setdefault(path, {})
@@ -432,8 +435,8 @@ class Probe:
 
     @property
     def turns(self) -> dict[Hashable, BatchAxis | None]:
-        """Layers and uses in which samples take turns: of which sample each call is, by its number, as
-        entries of an axis are; None where that follows no order.
+        """Layers and uses that take one sample after another: the order of the samples over the calls,
+        like entries along an axis; None if it follows no order.
         """
         found = self._calls.items()
         return {
@@ -442,7 +445,7 @@ class Probe:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Where samples are, in layers, uses and outputs, and where they meet."""
+        """Batch axes of layers, uses and outputs, and where samples mix."""
         outputs = [(x.name, x.batch_axis, x.shadow) for x in self.outputs]
         kinds = [
             (n, p, s.mixed, s.degree, s.factor is None, s.flags & ORDER) for n, p, s in outputs
@@ -450,11 +453,11 @@ class Probe:
         return self.batch_axes, list(self.coupled), kinds
 
     def close(self, output: Any) -> None:
-        """The call has returned this."""
+        """End the run with this output."""
         self.returns(output)
 
     def returns(self, output: Any) -> list[Tensor]:
-        """The call has returned this; its tensors."""
+        """Note the call's output; returns its tensors."""
         assert self.followed is not None
         leaves = [x.data if isinstance(x, PackedSequence) else x for x in flatten(output)[0]]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -489,7 +492,7 @@ class Probe:
 
 
 def _repeated(value: Tensor, axis: int, samples: int) -> BatchAxis | None:
-    """Where samples are in what repeats the same for each of them along this axis."""
+    """The batch axis of a tensor that repeats the same values for each sample along this axis."""
     if value.shape[axis] == samples:
         return BatchAxis(axis)
     with all_aside():
@@ -502,12 +505,12 @@ def _repeated(value: Tensor, axis: int, samples: int) -> BatchAxis | None:
 
 
 def is_unseen(shadow: Shadow) -> bool:
-    """It follows from what nobody was seen to compute in this run."""
+    """Whether it depends on numbers with an unknown origin in this run."""
     return shadow.sample is not None and bool((shadow.sample == at.UNSEEN).any())
 
 
 def _turns(calls: list[int | None], samples: int) -> BatchAxis | None:
-    """How samples take turns in these calls, if that is certain; a call of constants is of any."""
+    """The order of the samples over these calls, if certain; a call on constants fits any sample."""
     found = [
         batch_axis for batch_axis in batch_axes((len(calls),), samples, [0])
         if all(
@@ -523,13 +526,13 @@ def _turns(calls: list[int | None], samples: int) -> BatchAxis | None:
 
 
 def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
-    """What these were computed by."""
+    """The nodes that computed these, and all nodes behind them."""
     roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
     return reached_without(roots, lambda node: False)[0]
 
 
 def _is_a_users(node: Node) -> bool:
-    """Somebody's own function computes its gradient: a forward pass shows nothing of that."""
+    """Whether a custom function computes its gradient, which a forward pass does not show."""
     made = getattr(node, "_forward_cls", None)
     if made is None:
         return False
@@ -541,10 +544,10 @@ class Runs(TakenSamples):
     """Runs of one call of the model (or of one of its methods) on a few of its samples.
 
     Args:
-        layout: what is being learnt. model: whose state is put back after every run.
-        forward: what is run. args, kwargs: of the real call.
-        private: the trained parameters. watch: tells the model's layers which probe runs, and lets
-            parameters notice their uses if it is to.
+        layout: what is being learnt. model: its state is restored after every run.
+        forward: the function to run. args, kwargs: of the real call.
+        private: the trained parameters. watch: tells the model's layers which probe runs, and records
+            uses of parameters if asked to.
     """
 
     def __init__(
@@ -558,7 +561,7 @@ class Runs(TakenSamples):
         self.passes = 0
         """Forward passes so far."""
         self.as_they_are = False
-        """Parameters are not stirred."""
+        """Parameters are not changed by small random values."""
 
     def once(
         self, probe: Probe, samples: list[int], seed: int = 0, then: Callable[[Any], None] | None = None,
@@ -567,8 +570,8 @@ class Runs(TakenSamples):
         """The output on these samples of those that `cut` took.
 
         Args:
-            then: is called with it while the probe still runs: a backward pass may compute parts of
-                the model again. left: what an earlier run has left on the modules.
+            then: called with the output while the probe still runs, because a backward pass may compute
+                parts of the model again. left: what an earlier run has left on the modules.
         """
         leaves = []
         for leaf, axis in zip(self._pool, self._cuts, strict=True):
@@ -579,7 +582,7 @@ class Runs(TakenSamples):
         return self._run(probe, leaves, seed, then, left)
 
     def as_called(self) -> None:
-        """Run the call on all its samples as it is, only to see whether it fails by itself."""
+        """Run the call on all its samples unchanged, only to see whether it fails by itself."""
         args, kwargs = tree_unflatten(self._leaves, self._structure)
         alone = undisturbed(self.model, 0, followed=False)
         with self._watch(Probe(self.layout), False), alone, torch.enable_grad():
@@ -591,7 +594,7 @@ class Runs(TakenSamples):
     ) -> Any:  # fmt: skip
         self.passes += 1
         args, kwargs = tree_unflatten(leaves, self._structure)
-        graph = torch.enable_grad()  # without, parameters would take it for a look: it is not kept
+        graph = torch.enable_grad()  # without it, parameters would assume a run without training
         assert probe.followed is not None
         with _LOOKING.bit(), self._watch(probe, True), ExitStack() as stack:
             writes = stack.enter_context(undisturbed(self.model, seed))
@@ -601,7 +604,7 @@ class Runs(TakenSamples):
             if left is not None:
                 stack.enter_context(left)
             mode = None
-            if probe.compares:  # what one sample draws says nothing of the next one's draws
+            if probe.compares:  # random numbers of one sample must not affect those of the next
                 tables = [table for _, table in tables_of(self.model)]
                 alike = draws_alike(tables) if probe.draws_alike else drawn_by(evenly, tables)
                 mode = stack.enter_context(alike)
@@ -620,11 +623,11 @@ class Runs(TakenSamples):
 
 
 # -------------------------------------------------------------------------------------------------
-# Errors of others in what this package does beside a user's call: what failed, and where.
+# Errors of other code in what this package does in addition to a user's call: what failed, and where.
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether it is neither this package's own nor a want of memory."""
+    """Whether it is neither this package's own error nor a lack of memory."""
     own = isinstance(error, FastclipError) or not isinstance(error, Exception)
     return not own and not no_memory(error)
 
@@ -638,7 +641,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def of_samples(label: str) -> Iterator[None]:
-    """Gradients of samples are computed inside, of what is called so.
+    """Compute per-sample gradients inside, of a layer or use with this name.
 
     Raises:
         UnsupportedLayerError: torch has no such gradients.
@@ -649,6 +652,6 @@ def of_samples(label: str) -> Iterator[None]:
         if not is_foreign(error):
             raise
         raise UnsupportedLayerError(
-            f"{label}: the gradients of its samples cannot be computed ({described(error)}). Use dense "
-            "tensors and other functions there, or freeze the parameters"
+            f"{label}: the per-sample gradients cannot be computed ({described(error)}). Use dense "
+            "tensors and other functions there, or freeze the parameters."
         ) from error

@@ -29,7 +29,7 @@ class Generators:
     """All generators that a model may draw from.
 
     Args:
-        held: what its modules hold, generators among it.
+        held: objects that its modules hold, with generators among them.
     """
 
     def __init__(self, held: Iterable[Any]) -> None:
@@ -40,7 +40,7 @@ class Generators:
         self._own = list({id(one): one for one in held if isinstance(one, kinds)}.values())
 
     def states(self) -> dict[str, Any]:
-        """Where they stand, by whose they are: equal if nothing was drawn between."""
+        """Their states, by library: equal if nothing was drawn in between."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         array = None if self._numpy is None else self._numpy.random.get_state()
         found: dict[str, list[Any]] = {
@@ -56,9 +56,9 @@ class Generators:
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """All of them start at `seed` inside, and are put back.
+        """Start all of them at `seed` inside, and restore them.
 
-        Other threads take no seed from torch's global one meanwhile.
+        Meanwhile, other threads take no seed from torch's global generator.
         """
         python = random.getstate()
         array = None if self._numpy is None else self._numpy.random.get_state()
@@ -91,7 +91,7 @@ def is_outside_torch(one: Any) -> bool:
 
 
 def state_of(one: Any) -> Any:
-    """Where one generator stands."""
+    """The state of one generator."""
     if isinstance(one, torch.Generator):
         return one.get_state().clone()
     if isinstance(one, random.Random):
@@ -100,7 +100,7 @@ def state_of(one: Any) -> Any:
 
 
 def has_moved(one: Any, since: Any) -> bool:
-    """Whether one generator stands elsewhere than `state_of` said."""
+    """Whether the state of one generator differs from `since`, a result of `state_of`."""
     now = state_of(one)
     if isinstance(now, torch.Tensor):
         return not torch.equal(now, since)
@@ -128,7 +128,7 @@ def start(one: Any, seed: int) -> None:
 
 
 def put_back(one: Any, state: Any) -> None:
-    """Let one generator go on from where it stood."""
+    """Restore the state of one generator."""
     if isinstance(one, random.Random):
         one.setstate(state)
     elif hasattr(one, "bit_generator"):
@@ -138,19 +138,18 @@ def put_back(one: Any, state: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Random numbers that Python's and NumPy's generators draw: the functions, and generators of a
-# model.
+# Random numbers of Python and NumPy: the functions, and generators of a model.
 
 
-SampledBatch = Callable[..., Any]
-"""Called in the place of a function that draws, with it and what it was given."""
+DrawFunction = Callable[..., Any]
+"""Called instead of a function that draws random numbers, with that function and its arguments."""
 _OTHERS = {"getstate", "setstate", "get_state", "set_state", "seed"}
 """Functions of generators that draw nothing."""
 
 
 def evenly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What it gives; where its generator goes on from follows from where it stood, not from how much
-    was drawn: what one sample draws says nothing about what the next one does.
+    """The result of a draw. The generator's next state depends on its state before, not on the amount
+    drawn. So the numbers that one sample draws do not affect those of the next.
     """
     one = function.__self__  # type: ignore[attr-defined]  # a bound method
     before = state_of(one)
@@ -165,11 +164,11 @@ def evenly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def drawn_by(draw: SampledBatch, tables: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Inside, `draw` is called for the functions of `random` and `numpy.random`, in this thread.
+def drawn_by(draw: DrawFunction, tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Call `draw` for the functions of `random` and `numpy.random` inside, in this thread.
 
     Args:
-        tables: attributes; generators among them do the same, until whoever looks puts these back.
+        tables: attributes; generators among them do the same, until the caller restores them.
     """
     numpy = sys.modules.get("numpy")
     modules: list[Any] = [random] if numpy is None else [random, numpy.random]
@@ -202,9 +201,9 @@ def drawn_by(draw: SampledBatch, tables: Iterable[dict[str, Any]]) -> Iterator[N
 
 
 class _StandIn:
-    """For a generator: calls of its methods go through `draw`."""
+    """Stands for a generator: calls of its methods go through `draw`."""
 
-    def __init__(self, one: Any, draw: SampledBatch) -> None:
+    def __init__(self, one: Any, draw: DrawFunction) -> None:
         self._one, self._draw = one, draw
 
     @property  # type: ignore[misc]  # mypy knows __class__ as an attribute
@@ -218,15 +217,16 @@ class _StandIn:
 
 
 # -------------------------------------------------------------------------------------------------
-# Random numbers that are the same for every sample: what is left follows from the samples.
+# Random numbers that are the same for every sample, so all differences depend on the samples.
 #
-# Samples in another order draw other numbers, so their values say nothing, unless all draw the same.
+# In another order, samples draw other random numbers. Their values can be compared only if all samples
+# draw the same.
 
 
 _MOST = 1 << 13
-"""Numbers that are the same in one run; who threw away such ones, and drew again, would never end."""
+"""Number of draws that are the same in one run. A loop that rejects numbers and draws again must end."""
 _ORDERS = {"shuffle", "permutation"}
-"""Functions of Python's and NumPy's generators that draw an order."""
+"""Functions of Python's and NumPy's generators that return an order."""
 _Given = dict[str, Any]
 _OF_NUMBERS: dict[str, Callable[[_Given], Any]] = {
     "bernoulli": lambda given: given["self"] if given.get("p") is None else given["p"],
@@ -236,16 +236,15 @@ _OF_NUMBERS: dict[str, Callable[[_Given], Any]] = {
     "_standard_gamma": lambda given: given["self"],
     "_sample_dirichlet": lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
 }
-"""Of what follows from numbers that a model computes, which still show."""
+"""Distributions of numbers that a model computes, which still show in the result."""
 _DROPOUT = frozenset(("dropout_p", "dropout"))
-"""Arguments of kernels that draw what they drop, and of those that compute their gradients."""
+"""Dropout arguments of fused kernels, and of kernels that compute their gradients."""
 _AS_DRAWN = frozenset(("randperm", "multinomial"))
 """An order, or different entries of one sample."""
 
 
 class Even(TorchDispatchMode):
-    """Inside, torch's random functions draw one number for all samples; kernels that drop drop
-    nothing."""
+    """Makes torch's random functions return one number for all samples inside, and turns dropout off."""
 
     hears = False
     """It follows nothing."""
@@ -253,7 +252,7 @@ class Even(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.opaque = False
-        """An operator that is not torch's has drawn from its generator."""
+        """A custom operator has drawn from torch's generator."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -306,7 +305,7 @@ def _rrelu(out: Any, args: tuple, given: _Given) -> Any:
 
 
 class _Elsewhere:
-    """Draws the first number that a function of Python's or NumPy's draws, for all."""
+    """Returns the first number that a function of Python or NumPy draws, for all samples."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -328,10 +327,10 @@ class _Elsewhere:
 
 @contextmanager
 def draws_alike(tables: Iterable[dict[str, Any]]) -> Iterator[Even]:
-    """Inside, all samples draw the same numbers in this thread.
+    """Let all samples draw the same random numbers inside, in this thread.
 
     Args:
-        tables: attributes, of which generators do the same, until whoever looks puts these back.
+        tables: attributes; generators among them do the same, until the caller restores them.
     """
     mode = Even()
     with drawn_by(_Elsewhere(), tables):

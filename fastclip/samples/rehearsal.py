@@ -54,8 +54,8 @@ class Rehearsal:
     """Traced runs of one call.
 
     Args:
-        layout: what is known so far; unchanged until `tell`. run: the call. cuts: how its inputs are
-            cut. whole: as many samples as the batch has.
+        layout: what is known so far; `update_layout` changes it. run: the call. cuts: its batch axes.
+        whole: use as many samples as the batch has.
     """
 
     def __init__(self, layout: BatchLayout, run: Runs, cuts: Cuts, *, whole: bool = False) -> None:
@@ -66,24 +66,24 @@ class Rehearsal:
         self.trial.uses = {key: used for key, used in layout.uses.items() if used}
         self.trial.open, self.trial.moved = set(layout.open), dict(layout.moved)
         self.unproven: list[str] = []
-        """What values must say."""
+        """Reasons why values must be compared."""
         self._asked, self._lenient = False, False
         self._runs: list[_Run] = []
         self._grown: dict[Hashable, int] = {}
-        """Uses of nothing but parameters and the number of samples, and the axis of these."""
+        """Uses that depend only on parameters and the number of samples, and their batch axes."""
         self._stirred: set[nn.Parameter] = set()
-        """Parameters of which they are."""
+        """Parameters that they use."""
         self._drawn: Collection[int] = ()
         self._as_said: set[Hashable] = set()
-        """Uses whose samples data have put into one place in every run."""
+        """Uses with samples that data have moved to one batch axis in every run."""
         self._astray: set[str] = set()
-        """Modules that have returned samples in other places in another call."""
+        """Modules that have returned samples in another order in another call."""
 
     def hold(self) -> None:
-        """Run it.
+        """Run the call.
 
         Raises:
-            BatchSizeError: samples are not independent, or where they are cannot be told.
+            BatchSizeError: samples are not independent, or cannot be located.
         """
         for _ in range(_MOST_ROUNDS):
             with self._changed():
@@ -100,22 +100,22 @@ class Rehearsal:
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        """Parameters that say nothing say something."""
+        """Give constant or tiny parameters random values inside."""
         plain = () if self._run.as_they_are else self._run.private
         with stirred(plain, entries=False), stirred(self._stirred):
             yield
 
     def compare(self) -> None:
-        """Values must say that samples are independent.
+        """Compare values to check that samples are independent.
 
         Raises:
-            BatchSizeError: they say that they are not.
+            BatchSizeError: they are not.
         """
         for _ in range(_MOST_ROUNDS):
             mixed = self.trial.guards.mixed
             try:
                 moved = hold_apart(
-                    self._run, self._cuts, self._probe_aside, mixed, whole=self._whole
+                    self._run, self._cuts, self._probe_unlearned, mixed, whole=self._whole
                 )
             except Coupled:  # by a loss that may be returned, but not trained on
                 sums = {n: dims for n, dims in self._sums() if n not in mixed}
@@ -131,8 +131,8 @@ class Rehearsal:
             self.hold()
         raise _unstable()
 
-    def _probe_aside(self, samples: int, **how: Any) -> Probe:
-        """Of a run from which nothing is learnt of layers."""
+    def _probe_unlearned(self, samples: int, **how: Any) -> Probe:
+        """A probe that learns nothing about layers."""
         probe, trial = self.probe(samples, **how), self.trial
         assert probe.followed is not None
         probe.followed.keeps_trail = False
@@ -143,12 +143,12 @@ class Rehearsal:
     # Runs
 
     def _on_all_sizes(self) -> list[_Run]:
-        """Runs on few samples and on more: nothing but sizes may follow how many there are."""
+        """Run on few samples and on more; only sizes may depend on the number of samples."""
         first = self._once(_FEW)
         try:
             self._settle(first)
         except Coupled:
-            # inputs that are not to be cut this way fail, or give no samples
+            # inputs that must not be cut this way fail, or give no samples
             _check_samples([first, self._once(_FEW + 1)], {0, self._layout.axis})
             raise
         drawn: Collection[int] = first.drawn
@@ -178,22 +178,22 @@ class Rehearsal:
         return found
 
     def _settle_growing(self, few: _Run, more: _Run) -> None:
-        """What parameters and constants give, a value for each sample, is theirs; runs begin anew."""
+        """Assign values that parameters and constants give per sample; runs begin anew."""
         grown, unclear = _growing(few, more)
         if unclear - self.trial.moved.keys():
             self.trial.moved |= dict.fromkeys(unclear)
             raise Opened
         if grown:
             self._grown |= grown
-            self._stirred |= more.derived_of  # a value for each sample is none that is equal
+            self._stirred |= more.derived_of  # makes the values of the samples differ
             self.trial.uses |= dict.fromkeys(grown, True)
             raise Opened
 
     def _check_sizes(self, found: list[_Run]) -> None:
-        """Where only sizes, or chance, say what is computed, it is the same for any number of samples.
+        """Check that runs that depend on sizes or chance alone are the same for any number of samples.
 
         Raises:
-            BatchSizeError: it is not, and what is drawn may hide in which way.
+            BatchSizeError: they are not, and random numbers may hide how.
         """
         few, *others = found
         if any(one.reads_samples for one in found):
@@ -203,25 +203,25 @@ class Rehearsal:
         if any(one.probe.draws for one in found) and not all(
             one.is_beside(few, constants=False) for one in others
         ):
-            raise coupled("the model", None, HOW_MANY)
-        self.unproven = self.unproven or ["it computes in another way where there are more samples"]
+            raise coupled("The model", None, HOW_MANY)
+        self.unproven = self.unproven or ["it computes differently for more samples"]
         self._whole = True
 
     def _ask(self) -> None:
-        """Whether answers to Python's questions have an effect."""
+        """Find out whether answers to Python's questions have an effect."""
         self._asked = True
         samples = min(self._many, MOST_SAMPLES)
         again = partial(self._once, samples, drawn=self._drawn, seed=1, asks=True)
         asked = again(wanted={})
         try:
             if not have_no_effect(asked, lambda wanted: again(wanted=wanted)):
-                self.unproven = self.unproven or ["questions that it asks of the batch"]
+                self.unproven = self.unproven or ["questions of Python about the batch"]
         except Matters:
-            raise coupled("the model", f"a number that Python reads at {asked.line}") from None
+            raise coupled("The model", f"a number that Python reads at {asked.line}") from None
 
     def _settle(self, found: _Run) -> None:
-        """Layers of samples that have no one place are opened, and runs begin anew; so they do where one
-        has taken a use for a derived value at first (a loop that begins with zeros)."""
+        """Open layers without one batch axis, and begin runs anew. Runs also begin anew if one has taken
+        a use for a derived value at first (a loop that begins with zeros)."""
         if any(self.trial.uses.get(key) for key in found.probe.derived):
             raise Opened
         moved = found.probe.moved.keys() - self.trial.moved.keys()
@@ -240,8 +240,8 @@ class Rehearsal:
             raise error
 
     def _settle_read(self, found: list[_Run]) -> None:
-        """Where Python has read numbers of samples, these may say how many samples each has, and when it
-        is its turn: what is folded, and what takes turns, has no one place."""
+        """If Python has read numbers of samples, these may be lengths or turns of samples. Then layers
+        that are flattened, or take one sample after another, have no one batch axis."""
         if not any(one.reads for one in found):
             return
         folded = {n for one in found for n, x in one.probe.batch_axes.items() if not x.plain}
@@ -252,7 +252,7 @@ class Rehearsal:
             self._settle(one)
 
     def probe(self, samples: int, memory: Memory | None = None, **how: Any) -> Probe:
-        """Of a run on so many samples."""
+        """A probe for a run on so many samples."""
         followed = Followed(
             set(self._run.private), self._cuts, samples, memory=memory,
             lenient=self._lenient, takes_others=self.by_python,
@@ -264,7 +264,7 @@ class Rehearsal:
 
     @property
     def by_python(self) -> bool:
-        """Numbers of samples come in lists or arrays, which no operation reads."""
+        """Whether numbers of samples come in lists or arrays, which no operation reads."""
         return any(not _is_followed(x) for x, a in self._pairs if a is not None)
 
     @property
@@ -278,8 +278,8 @@ class Rehearsal:
         """One run.
 
         Args:
-            asks: for gradients. backwards: the last sample comes first. wanted: answers to questions of
-                Python's, by their numbers.
+            asks: compute gradients. backwards: the last sample comes first. wanted: answers to Python's
+                questions, by their numbers.
             drawn: states of generators in which an earlier run has drawn.
         """
         there = max(1, min(samples, self._rows))
@@ -301,10 +301,10 @@ class Rehearsal:
     # What they have shown
 
     def _check_outputs(self) -> None:
-        """Samples come out, and what couples them is noted.
+        """Check that samples come out, and note outputs that couple them.
 
         Raises:
-            BatchSizeError: a sample of the output follows from several samples.
+            BatchSizeError: a sample of the output depends on several samples.
         """
         own, more = {0, self._layout.axis}, self._runs[-1]
         _check_samples(self._runs, own)
@@ -316,21 +316,21 @@ class Rehearsal:
             if shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
                 if len(samples) == 1 and own & {*samples} and len(self._runs) > 1:
                     by_number = not shadow.mixed and shadow.factor is None
-                    raise coupled("the output", more.cause(x), NUMBER if by_number else OTHERS)
+                    raise coupled("The output", more.cause(x), NUMBER if by_number else OTHERS)
                 guards.mixed[int(str(other.name))] = x.dim()
 
     def _check_next(self) -> None:
-        """What a batch has left says nothing of the next one, as large or larger.
+        """Check that what a batch has left does not affect the next one, as large or larger.
 
         Raises:
-            UnsupportedLayerError: an output of that, or what a layer is given, follows from it.
+            UnsupportedLayerError: an output or a layer's input of the next batch depends on it.
         """
         for one, left in ((x, x.left) for x in self._runs if x.left is not None):
             if left.sparse:
                 raise UnsupportedLayerError(
-                    f"attributes {left.sparse} keep sparse tensors that were made of a batch: what "
-                    "they carry over to the next one is not private; compute them in every forward pass"
-                )
+                    f"Attributes {left.sparse} keep sparse tensors of a batch, which cannot be followed "
+                    "into the next one. Compute them in every forward pass.", doc="carried-state",
+                )  # fmt: skip
             for samples in (one.probe.rows, one.probe.rows + 1):
                 there = [max(0, min(i, self._rows - 1)) for i in range(samples)][::-1]
                 self._run.cut(self._cuts, sorted({*there}))
@@ -338,23 +338,22 @@ class Rehearsal:
                 with suppress(RuntimeError, ValueError):  # a state of as many samples
                     self._run.once(probe, there, 2, probe.close, left=left)
                 if met := self._carried(one.probe, probe):
-                    what = f"attributes {left.names} keep" if left.names else "the model keeps"
+                    what = f"Attributes {left.names} keep" if left.names else "The model keeps"
                     raise UnsupportedLayerError(
-                        f"{what} numbers of one batch, from which {met} of the next "
-                        "one follows: what they carry over is not private; compute them in every "
-                        "forward pass"
-                    )
+                        f"{what} values of one batch, which get no noise, and {met} of the next batch "
+                        "depends on them. Compute them in every forward pass.", doc="carried-state",
+                    )  # fmt: skip
 
     @staticmethod
     def _carried(first: Probe, after: Probe) -> str:
-        """What of a batch follows from the one before."""
+        """Name what of a batch depends on the one before."""
         names = [*after.unseen, *after.coupled]
         before = {out.name for out in first.outputs if out.shadow.mixed}
         outputs = any(out.shadow.mixed and out.name not in before for out in after.outputs)
         return called(names[0]) if names else "an output" * outputs
 
     def _route(self) -> None:
-        """For uses whose samples are moved: the innermost modules that return them in their places.
+        """Find, for uses with moved samples, the innermost modules that return them in their order.
 
         Raises:
             BatchSizeError: there is none.
@@ -381,15 +380,15 @@ class Rehearsal:
                     break
                 if around is None:
                     raise BatchSizeError(
-                        f"{called(name)}: samples have no one place there, and no module around it "
-                        "returns them in their places, so whose each row is cannot be told. Put rows "
-                        "back inside the module that moves them"
+                        f"{called(name)}: the samples have no fixed batch axis there, and no module "
+                        "around it returns them in their order. Restore the order inside the module "
+                        "that moves them."
                     )
                 trial.routers.setdefault(name, set()).add(around)
                 trial.returns[around] = sure[around]
 
     def _lies_as_said(self, name: Hashable) -> bool:
-        """Data have put samples in one place, in every run: each step is traced to see that they do."""
+        """Whether data have moved samples to one axis in every run; then each step is traced."""
         found = [one.probe.loose[name] for one in self._runs if name in one.probe.loose]
         first = found[0] if found else None
         if first is None or not all(x is not None and first.like(x) for x in found):
@@ -407,8 +406,8 @@ class Rehearsal:
         """Whether this layer or use was met."""
         return path is None or path in self.trial.met
 
-    def tell(self) -> None:
-        """Note what was found."""
+    def update_layout(self) -> None:
+        """Add the results to the layout."""
         layout, trial, run = self._layout, self.trial, self._run
         layout.cut_by(run.way, self._cuts)
         lengths = layout.lengths(run.args, run.kwargs)
@@ -452,7 +451,7 @@ class Rehearsal:
         layout.proven, layout.asked = not self.unproven, self._asked
         layout.entries |= layout.entries_of(run.args, run.kwargs)
         layout.compared = max(layout.compared, min(self._rows, MOST_SAMPLES))
-        layout.size_told_by(run.way, self._cuts)
+        layout.size_shown_by(run.way, self._cuts)
 
     def _sums(self) -> Iterator[tuple[int, int]]:
         """Outputs that are sums over samples, and their dimensions."""
@@ -464,7 +463,7 @@ class Rehearsal:
 
 
 def _is_followed(leaf: Any) -> bool:
-    """Its numbers reach the model by operations alone."""
+    """Whether its numbers reach the model through operations only."""
     if is_list(leaf):
         held = [x for entry in leaf for x in inside(entry)]
         return all(isinstance(x, Tensor) and x.layout is torch.strided for x in held)
@@ -473,17 +472,18 @@ def _is_followed(leaf: Any) -> bool:
 
 def _unstable() -> BatchSizeError:
     return BatchSizeError(
-        "where the samples are in the model's layers changes with every look at it; let every "
-        "row of the batch be computed from itself alone"
+        "The batch axes of the model's layers change with every trace. Compute each sample of the "
+        "batch independently of the others.",
+        doc="coupled-samples",
     )
 
 
 class NoSamples(Exception):
-    """Cut this way, the inputs give no samples of output: where samples met, if they did."""
+    """The inputs, cut this way, give no samples of output; the argument says where samples mixed."""
 
 
 def _axes_of_rows(few: _Run, more: _Run) -> Iterator[tuple[Shown, list[int]]]:
-    """The outputs, each with its axes that are longer where there are more samples."""
+    """The outputs, each with its axes that are longer for more samples."""
     shapes = {x.name: x.value.shape for x in few.probe.outputs}
     for out in more.probe.outputs:
         shape = shapes.get(out.name, ())  # few samples may not give it
@@ -491,10 +491,10 @@ def _axes_of_rows(few: _Run, more: _Run) -> Iterator[tuple[Shown, list[int]]]:
 
 
 def _check_samples(runs: list[_Run], own: set[int]) -> None:
-    """Samples come out, unless the output is a number.
+    """Check that samples come out, unless the output is a number.
 
     Args:
-        own: axes along which they may lie.
+        own: possible batch axes.
 
     Raises:
         NoSamples: they do not.
@@ -506,7 +506,7 @@ def _check_samples(runs: list[_Run], own: set[int]) -> None:
     for out, axes in _axes_of_rows(few, more):
         shadow = out.shadow
         if out.batch_axis is None and not (shadow.mixed or shadow.flags & ORDER):
-            return  # samples that data select
+            return  # data select the samples
         found.update(axes)
     shapes = more.probe.constant_outputs
     for one, other in zip(few.probe.constant_outputs, shapes, strict=False):
@@ -518,25 +518,25 @@ def _check_samples(runs: list[_Run], own: set[int]) -> None:
 
 
 class _Run:
-    """One traced run, and what it has left."""
+    """One traced run, and its results."""
 
     def __init__(self, probe: Probe) -> None:
         assert probe.followed is not None
         self.probe, self._tracer = probe, probe.followed.tracer
         self.trail: Trail = probe.followed.trail
         self.derived_of: set[nn.Parameter] = set()
-        """Parameters from which values were computed that are of no sample."""
+        """Parameters of values that depend on no sample."""
         self.outlets: set[Any] = set()
         self.given: Given | None = None
-        """What it has given, if gradients were asked for."""
+        """Outputs and gradients, if gradients were asked for."""
         self.left: Kept | None = None
-        """What of its batch is still there, if anything is."""
+        """What it has left of its batch, if anything."""
 
     def returns(self, model: nn.Module, output: Any) -> None:
-        """The call has returned."""
+        """Note the output of the call."""
         probe = self.probe
         tensors = probe.returns(output)
-        if probe.compares:  # what it leaves is that of the same run without
+        if probe.compares:  # it leaves the same as the run without gradients
             self.given, probe.graph = Given(probe.shown, tensors), None
             return
         self.derived_of = set() if probe.graph is None else set(probe.graph.leaves)
@@ -546,7 +546,7 @@ class _Run:
         self.left = kept if kept.names or kept.sparse or self._is_held(tensors) else None
 
     def _is_held(self, given: Collection[Tensor]) -> bool:
-        """Something of the batch is still held, except what was returned."""
+        """Whether something of the batch is still held, except the output."""
         for generation in range(3):  # what a run has made is young; all of a heap takes long
             if not self.memory.alive(given):
                 return False
@@ -555,28 +555,28 @@ class _Run:
 
     @property
     def by_chance(self) -> bool:
-        """Python has drawn numbers, or has read some that were drawn."""
+        """Whether Python has drawn random numbers, or has read some."""
         return self.probe.elsewhere or any(r.of == "chance" for r in self._tracer.report.reads)
 
     @property
     def reads_samples(self) -> bool:
-        """Python may know numbers of samples, or how long these are."""
+        """Whether Python may know numbers of samples, or their lengths."""
         known = any(read.of != "chance" for read in self._tracer.report.reads)
         return known or self.probe.by_python or self._tracer.memory.lengths_read
 
     @property
     def counted(self) -> bool:
-        """What it shows holds for as many entries of each sample as this batch has selected."""
+        """Whether the result holds only for as many entries per sample as this batch has selected."""
         return self._tracer.report.counted
 
     @property
     def knows_samples(self) -> bool:
-        """Python may know numbers of samples, or has drawn some for them."""
+        """Whether Python may know numbers of samples, or has drawn some for them."""
         return self.reads_samples or self.by_chance
 
     @property
     def memory(self) -> Memory:
-        """What its tracer knows of tensors."""
+        """What its tracer knows about tensors."""
         return self._tracer.memory
 
     def cause(self, x: Tensor) -> object | None:
@@ -584,27 +584,27 @@ class _Run:
 
     @property
     def answers(self) -> list[bool | float]:
-        """What Python got, in the order of its questions."""
+        """The answers that Python got, in the order of its questions."""
         return self.questions.answers
 
     @property
     def drawn(self) -> Collection[int]:
-        """States of generators in which it has drawn."""
+        """States of generators in which random numbers were drawn."""
         return self._tracer.memory.drawn_before
 
     @property
     def questions(self) -> Questions:
-        """What Python asked."""
+        """Python's questions."""
         return self._tracer.questions
 
     def is_again(self, other: _Run) -> bool:
-        """The other run has done the same."""
+        """Whether the other run has done the same."""
         return self.trail == other.trail
 
     def gives_the_same(self, other: _Run, question: int) -> bool:
-        """Another answer to this question changes no operation; or, if it is whether all of a mask is
-        true or no sample is special, none of the places, outputs and gradients, and that way is proven.
-        """
+        """Whether another answer to this question changes no operation. If the question is whether all
+        of a mask is true or no sample is an edge sample, whether it changes no batch axis, output and
+        gradient on a proven path."""
         if self.is_again(other):
             return True
         if not other.questions.whole[question]:
@@ -616,35 +616,35 @@ class _Run:
 
     @property
     def line(self) -> str:
-        """Where Python has read the first number of several samples."""
+        """The line where Python has read the first number of several samples."""
         return next(r.line for r in self._tracer.report.reads if r.of == "several samples")
 
     @property
     def reads(self) -> list[str]:
-        """Where Python has read numbers, except for questions."""
+        """Lines where Python has read numbers, except for questions."""
         reads = self._tracer.report.reads
         found = [f"{read.what} at {read.line}" for read in reads if read.what not in _QUESTIONS]
-        return found or ([] if self._tracer.trail else ["numbers that it reads"])
+        return found or ([] if self._tracer.trail else ["numbers that Python reads"])
 
     def unproven(self) -> list[str]:
-        """What it does not prove."""
+        """Reasons why the run is no proof."""
         report, probe = self._tracer.report, self.probe
-        told = {
-            "what holds for these values": probe.by_value or report.by_value or report.probed,
-            "places by chance": report.by_chance or (report.chance_of_all and self.reads_samples),
-            "constants that no operation has made": report.unknown,
-            "generators of other libraries": probe.elsewhere,
-            "lengths": self._tracer.memory.lengths_read,
-            "gradients that are not torch's": probe.foreign_gradients,
-            "numbers that come in lists": probe.by_python,
+        found = {
+            "properties of these values": probe.by_value or report.by_value or report.probed,
+            "random order": report.by_chance or (report.chance_of_all and self.reads_samples),
+            "constants of unknown origin": report.unknown,
+            "random numbers of other libraries": probe.elsewhere,
+            "lengths of samples": self._tracer.memory.lengths_read,
+            "gradients computed outside torch": probe.foreign_gradients,
+            "numbers in lists": probe.by_python,
         }
-        return [*self.reads, *(why for why, is_so in told.items() if is_so)]
+        return [*self.reads, *(why for why, is_so in found.items() if is_so)]
 
     def is_beside(self, few: _Run, *, constants: bool = True) -> bool:
-        """A run on other samples has computed the same.
+        """Whether a run on other samples has computed the same.
 
         Args:
-            constants: of the same numbers.
+            constants: compare the numbers of constants, too.
         """
         one, two = self.probe, few.probe
         same = one.batch_axes == two.batch_axes and one.turns == two.turns
@@ -652,11 +652,11 @@ class _Run:
 
 
 def _growing(few: _Run, more: _Run) -> tuple[dict[Hashable, int], set[Hashable]]:
-    """The axis along which values of parameters and constants follow the number of samples; and
-    the uses of constants of which it cannot be told.
+    """The axis along which values of parameters and constants grow with the number of samples; and the
+    uses of constants for which it is unknown.
 
     Raises:
-        BatchSizeError: it cannot be told.
+        BatchSizeError: it is unknown for a value of parameters.
     """
     found: dict[Hashable, int] = {}
     unclear: set[Hashable] = set()

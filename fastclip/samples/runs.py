@@ -1,4 +1,4 @@
-"""What a run leaves of its operations: two that leave the same have computed the same."""
+"""Records of a run's operations: two runs with equal records have computed the same."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Step:
     held: list[Operand]
     outs: list[Operand] = field(default_factory=list)
     source: Tensor | None = None
-    """The attribution of what it takes a part of."""
+    """The sample attribution of the tensor that it takes a part of."""
 
     def agrees(self, other: Step, samples: int, others: int, *, constants: bool = True) -> bool:
-        """The other operation is the same on so many other samples; `constants`: in numbers, too."""
+        """Whether the other operation is the same on so many other samples; `constants`: in values,
+        too."""
         if (
             self.kind is not other.kind
             or self.named != other.named
@@ -72,25 +73,25 @@ class Step:
 
     @property
     def takes_samples(self) -> bool:
-        """It gives a part for each sample."""
+        """Whether it gives a part for each sample."""
         return (
             self.kind.name == "unbind" and self.held[0].axes is not None and any(self.held[0].axes)
         )
 
     @property
     def is_known(self) -> bool:
-        """It makes constants of constants, all of whose numbers are compared where they meet samples."""
+        """Whether it computes constants from constants; all are compared when they meet samples."""
         return bool(self.outs) and all(x.numbers is not None for x in (*self.held, *self.outs))
 
     def _is_aligned(
         self, pairs: list[tuple[Operand, Operand]], given: list[tuple[Operand, Operand]], *,
         constants: bool,
     ) -> bool:  # fmt: skip
-        """Constants that grow lie alongside samples, or are made into others that grow."""
+        """Whether constants that grow lie alongside samples, or become others that grow."""
         growing = {k for a, b in pairs if a.axes is None for k in a.growing(b)}
         if not growing:
             return True
-        if self.kind.name == "diagonal":  # of each sample another entry
+        if self.kind.name == "diagonal":  # another entry of each sample
             return False
         held = [a for a, _ in (*pairs, *given) if a.axes is not None]
         if not held:
@@ -102,7 +103,7 @@ class Step:
             return True
         axes = [a.axes or () for a in held]
         along = {k - len(own) for own in axes for k, lies in enumerate(own) if lies}
-        if self.kind.name in _NORMS:  # whose weights lie along the channels
+        if self.kind.name in _NORMS:  # their weights lie along the channels
             return all(own[1:2] == (True,) for own in axes if len(own) > 1)
         if self.kind.name in _SCATTERING:
             dim = self.sizes[0] % len(self.held[0].geometry[1])
@@ -113,12 +114,12 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """What tells it from another.
+    """Identifies an operand among all others.
 
     Args:
-        serial: of what was written there last; the same in another run. geometry: of the tensor.
-        axes: along which samples lie; None of a constant. numbers: of a small or uniform constant.
-        sample: the one that it is of, where others have tensors of their own. leaf: names what was there
+        serial: of the last write there; the same in another run. geometry: of the tensor.
+        axes: along which samples lie; None for a constant. numbers: of a small or uniform constant.
+        sample: its sample, if others have tensors of their own. leaf: names a tensor that was there
             before the run.
     """
 
@@ -136,7 +137,7 @@ class Operand:
         )  # fmt: skip
 
     def is_like(self, other: Operand, *, constants: bool = True) -> bool:
-        """The same operand, of a run on other samples: `constants` begin with the same numbers."""
+        """Whether it is the same operand in a run on other samples, with the same `constants`."""
         if (self.axes is None) is not (other.axes is None) or self.leaf != other.leaf:
             return False
         if not constants:
@@ -154,7 +155,7 @@ class Operand:
         return {k - len(mine) for k, (n, m) in enumerate(pairs) if n != m}
 
     def grows_as(self, other: Operand) -> bool:
-        """Of samples: along their axes alone."""
+        """Whether its samples grow along their batch axes only."""
         if self.axes is None or other.axes is None:
             return self.axes is other.axes
         return all(k < 0 and self.axes[k] and other.axes[k] for k in self.growing(other))
@@ -169,19 +170,19 @@ class Operand:
 
 
 COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-"""Of one number of all samples, they answer a question of Python's, or join samples."""
+"""With one number of all samples, they answer a question of Python, or mix samples."""
 _SHAPED = frozenset((
     "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "as_strided", "split",
     "unsafe_split", "split_with_sizes", "unflatten", "narrow", "arange", "zeros", "ones", "empty",
     "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn", "randint", "randperm",
     "repeat", "empty_strided", "new_empty_strided", "resize", "native_group_norm",
 ))  # fmt: skip
-"""Whose numbers are sizes: these may follow the number of samples, as far as shapes do so rightly."""
+"""Their numbers are sizes, which may grow with the number of samples as shapes do."""
 _INDEXING = frozenset((
     "index", "index_put", "index_select", "gather", "embedding", "fractional_max_pool2d",
     "fractional_max_pool3d",
 ))  # fmt: skip
-"""Some of their operands have samples of their own beside the samples'."""
+"""Some of their operands have rows of their own in addition to the samples'."""
 RECURRENT = frozenset(("mkldnn_rnn_layer",))
 """They begin with states of zeros, and return memory that they work in."""
 _NORMS = frozenset(("native_batch_norm", "_native_batch_norm_legit"))
@@ -201,10 +202,10 @@ def _axes(shadow: Shadow, x: Tensor) -> tuple[bool, ...] | None:
 
 
 def identity(tracer: Any, x: Tensor, shadow: Shadow, leaves: Mapping[int, object]) -> Operand:
-    """Of an operand.
+    """The identity of an operand.
 
     Args:
-        leaves: names of what was there before the run, by its memory.
+        leaves: names of tensors that were there before the run, by their memory.
     """
     drawn, axes = shadow.flags & (RANDOM | CHANCE | TRAINED), _axes(shadow, x)
     alone = next(iter(shadow.samples)) if is_of_one(shadow) else None
@@ -217,7 +218,7 @@ def identity(tracer: Any, x: Tensor, shadow: Shadow, leaves: Mapping[int, object
 
 
 def _numbers(x: Tensor, *, of_run: bool) -> Tensor | None:
-    """Of a constant that is small, or is one number everywhere (what a run begins with)."""
+    """The values of a constant that is small, or has one value everywhere (as at the start of a run)."""
     if x.numel() <= LARGEST:
         return x.clone()
     if not of_run:
@@ -227,23 +228,23 @@ def _numbers(x: Tensor, *, of_run: bool) -> Tensor | None:
 
 
 def is_of_one(shadow: Shadow) -> bool:
-    """It is of one sample, and others have tensors of their own."""
+    """Whether it belongs to one sample, and others have tensors of their own."""
     return shadow.partial and not shadow.mixed and len(shadow.samples) == 1
 
 
 # -------------------------------------------------------------------------------------------------
-# Samples that a run computes one after the other: what it does for each is the same.
+# Samples that a run computes one after the other, with the same operations for each.
 #
-# Where a loop runs over the samples, a run on three of them has more operations than one on two.
-# They are told apart by what they are computed of: those of one sample alone, and of what only
-# these ask for, are that sample's own; the others are of all. Numbers of writes are replaced by
-# names: of the operation among those of its sample, or among those of all.
+# If a loop runs over the samples, a run on three of them has more operations than one on two.
+# Operations are assigned by their operands: those on one sample, and those that only these need, belong
+# to that sample. The others belong to all. Numbers of writes are replaced by names: of the operation
+# among those of its sample, or among those of all.
 
 
 TAKES = frozenset(("select", "slice"))
 """Views that take one sample by its number."""
-_ALL, _NOBODY = -1, -2
-"""Whose an operation is: of all samples; of none, and nothing asks for what it gives."""
+_ALL, _NO_SAMPLE = -1, -2
+"""Sample of an operation: all samples; or none, if nothing needs its result."""
 _Made = tuple[int, int] | None
 """The number of the operation that has made an operand, and of its output."""
 _COLLAPSED = 0, torch.Size(), (), 0
@@ -254,20 +255,20 @@ class Uneven(Exception):
 
 
 def in_turns(steps: Sequence[Step]) -> bool:
-    """Something was computed of one sample alone."""
+    """Whether something was computed from one sample alone."""
     return any(x.sample is not None for step in steps for x in step.held)
 
 
 def take_turns(steps: Sequence[Step], samples: int) -> tuple[list[Step], list[Hashable]]:
-    """The operations on all samples, with one operand in the place of each sample's own; and those on
-    each sample.
+    """The operations on all samples, with one operand instead of each sample's own; and those on each
+    sample.
 
     Raises:
         Uneven: these are not the same for all of them.
     """
     steps = [step for step in steps if not _is_as_it_was(step)]
     made = _made(steps)
-    whose = _whose(steps, made)
+    whose = _sample_of_steps(steps, made)
     count: Counter[int] = Counter()
     names: list[tuple[bool, int]] = []
     for of in whose:
@@ -284,13 +285,13 @@ def take_turns(steps: Sequence[Step], samples: int) -> tuple[list[Step], list[Ha
 
 
 def _is_as_it_was(step: Step) -> bool:
-    """It gives the constant that it was given (`detach`)."""
+    """Whether it returns the constant that it gets (`detach`)."""
     given = {(x.serial, x.geometry) for x in step.held if x.serial is not None and x.axes is None}
     return bool(step.outs) and all((x.serial, x.geometry) in given for x in step.outs)
 
 
 def _made(steps: Sequence[Step]) -> list[list[_Made]]:
-    """For each operand of each operation, what has made it."""
+    """For each operand of each operation, the operation that has made it."""
     values: dict[Hashable, tuple[int, int]] = {}
     writes: dict[Hashable, tuple[int, int]] = {}
     found = []
@@ -305,8 +306,8 @@ def _made(steps: Sequence[Step]) -> list[list[_Made]]:
     return found
 
 
-def _whose(steps: Sequence[Step], made: Sequence[Sequence[_Made]]) -> list[int]:
-    """The sample of each operation: of its operands, or of all that asks for what it gives."""
+def _sample_of_steps(steps: Sequence[Step], made: Sequence[Sequence[_Made]]) -> list[int]:
+    """The sample of each operation: of its operands, or of all operations that need its result."""
     asking: list[set[int]] = [set() for _ in steps]
     found = [_ALL] * len(steps)
     for number in reversed(range(len(steps))):
@@ -315,15 +316,15 @@ def _whose(steps: Sequence[Step], made: Sequence[Sequence[_Made]]) -> list[int]:
         if len(own) == 1:
             found[number] = next(iter(own))
         elif not own and _has_no_effect(step):
-            found[number] = _NOBODY
-        for source in made[number] if found[number] != _NOBODY else ():
+            found[number] = _NO_SAMPLE
+        for source in made[number] if found[number] != _NO_SAMPLE else ():
             if source is not None:
                 asking[source[0]].add(found[number])
     return found
 
 
 def _has_no_effect(step: Step) -> bool:
-    """Where nobody asks for what it gives: of constants, or a sample that is taken in vain."""
+    """Whether it does nothing if its result is unused: on constants, or taking an unused sample."""
     if step.kind.writes:
         return False
     of_constants = all(x.axes is None for x in (*step.held, *step.outs))
@@ -331,7 +332,7 @@ def _has_no_effect(step: Step) -> bool:
 
 
 class _Named:
-    """Operations whose operands have names that are the same in every run.
+    """Operations with operands that have the same names in every run.
 
     Args:
         names: of the operations: whether it is one of all samples, and its number among these, or among
@@ -345,7 +346,7 @@ class _Named:
         self._steps, self._names, self._made, self._samples = steps, names, made, samples
 
     def own(self, number: int, sample: int) -> Hashable:
-        """All that tells an operation on this sample from another."""
+        """The identity of an operation on this sample."""
         step = self._steps[number]
         sizes = _relative(step, sample)
         held = [(self._name(number, k), _shape(x), _content(x)) for k, x in enumerate(step.held)]
@@ -361,19 +362,19 @@ class _Named:
         return replace(step, held=self._collapsed(held), outs=self._collapsed(outs))
 
     def _name(self, number: int, k: int) -> Hashable:
-        """Of an operand."""
+        """The name of an operand."""
         x, made = self._steps[number].held[k], self._made[number][k]
         if made is None:
             return x.serial if x.leaf is None else ("leaf", x.leaf)
         source, k = made
         outs = self._steps[source].outs
-        if x.sample is not None and outs[k].sample == x.sample:  # of each sample another output
+        if x.sample is not None and outs[k].sample == x.sample:  # another output of each sample
             k = sum(y.sample == x.sample for y in outs[:k])
         seen = x.geometry == outs[made[1]].geometry
         return (*self._names[source], k, None if seen else x.geometry)
 
     def _collapsed(self, found: list[Operand]) -> list[Operand]:
-        """One in the place of those of single samples, if each has the same, one after the other."""
+        """The operands, with one instead of those of single samples, if these are the same in order."""
         places = [k for k, x in enumerate(found) if x.sample is not None]
         if not places or len(places) % self._samples:
             return found
@@ -390,7 +391,7 @@ class _Named:
 
 
 def _shape(x: Operand) -> tuple[int | None, ...]:
-    """Without the sizes that follow the number of samples."""
+    """The shape without the sizes that depend on the number of samples."""
     along = x.axes if x.axes is not None and x.sample is None else (False,) * len(x.geometry[1])
     return tuple(None if lies else n for n, lies in zip(x.geometry[1], along, strict=True))
 
@@ -400,7 +401,7 @@ def _content(x: Operand) -> Hashable:
 
 
 def _relative(step: Step, sample: int) -> list[object]:
-    """The numbers that an operation was given; where it takes a sample, counted from that one on."""
+    """The numeric arguments of an operation; if it takes a sample, counted from that sample on."""
     source, sizes = step.source, step.sizes
     if source is None or not step.outs or step.outs[0].sample != sample:
         return sizes
@@ -417,7 +418,7 @@ def _relative(step: Step, sample: int) -> list[object]:
 
 
 def _first(source: Tensor, dim: int, sample: int) -> int:
-    """Where the sample begins along this axis."""
+    """The index at which the sample begins along this axis."""
     own = source == sample
     others = [axis for axis in range(source.dim()) if axis != dim]
     own = own.any(others) if others else own
@@ -425,18 +426,18 @@ def _first(source: Tensor, dim: int, sample: int) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# What a run leaves of its operations: two runs that leave the same have computed the same.
+# Records of a run's operations: two runs with equal records have computed the same.
 
 
 def growing_axes(one: Iterable[int], other: Iterable[int], samples: int, others: int) -> list[int]:
-    """The axes that are longer where there are more samples."""
+    """The axes that are longer for more samples."""
     sizes = enumerate(zip(one, other, strict=False))
     return [axis for axis, (n, m) in sizes if n and n * others == m * samples]
 
 
 class Trail:
-    """The operations of a run in their order, with all that tells one run from another: two runs that
-    leave equal ones have computed the same of their inputs.
+    """The operations of a run in order, with all that distinguishes runs. Two runs with equal trails
+    have computed the same from their inputs.
     """
 
     def __init__(self) -> None:
@@ -448,16 +449,16 @@ class Trail:
         return isinstance(other, Trail) and self._steps == other._steps
 
     def begins_with(self, x: Tensor, name: object) -> None:
-        """What lies in this memory was there before the run, and is the same there in another run."""
+        """Name a tensor that was there before the run, and is the same in another run."""
         self._leaves[key_of(x)] = name
 
     def note(
         self, tracer: Any, kind: Kind, args: tuple, kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor], shadows: Sequence[Shadow],
     ) -> None:  # fmt: skip
-        """An operation runs."""
-        aside = Tensor, torch.Generator  # what that draws is an operand of other operations
-        named = [(name, x) for name, x in kwargs.items() if not isinstance(x, aside)]
+        """Note an operation."""
+        omitted = Tensor, torch.Generator  # drawn numbers are operands of other operations
+        named = [(name, x) for name, x in kwargs.items() if not isinstance(x, omitted)]
         sizes = [x for x in tree_leaves(args) if not isinstance(x, Tensor)]
         of_one = kind.name in COMPARING and not any(x.dim() for x in tensors)
         of_sizes = kind.name == "arange" or of_one
@@ -470,7 +471,7 @@ class Trail:
         self._steps.append(self._running)
 
     def gave(self, tracer: Any, outs: Sequence[Tensor]) -> None:
-        """An operation has returned these."""
+        """Note the results of an operation."""
         if self._running is None:
             return
         self._running.outs.extend(
@@ -481,11 +482,11 @@ class Trail:
         self._running = None
 
     def agrees(self, other: Trail, samples: int, others: int, *, constants: bool = True) -> bool:
-        """The runs differ in sizes alone, which follow the number of samples: no number does, nor the
-        size of an axis along which no samples lie.
+        """Whether the runs differ only in sizes along batch axes, by the number of samples. No value and
+        no other size depends on it.
 
         Args:
-            samples, others: of this run, and of the other. constants: these are the same, too.
+            samples, others: of this run, and of the other. constants: compare these, too.
         """
         mine, theirs = self._steps, other._steps
         if in_turns(mine) or in_turns(theirs):
@@ -504,30 +505,28 @@ class Trail:
 
 
 # -------------------------------------------------------------------------------------------------
-# Ways through torch's operators: a call that goes one that was never looked at is noticed as it
-# ends.
+# Paths through torch's operators: a call that takes an unknown path is recognized at its end.
 #
-# What is known of a call holds for what it computed then. A counter, a closure or a number may let
-# a later call compute something else, of which neither its inputs nor the model's settings say
-# anything. So each call is followed: which operators it calls, which earlier results each of them
-# is given, and with which axes, sizes and small integer constants (csrc/path). Other numbers leave
-# samples where they are.
+# What is known about a call holds for the operations that ran then. A counter, a closure or a number
+# may let a later call compute something else, which neither its inputs nor the model's settings show.
+# So each call is followed: its operators, the earlier results that each of them gets, and their axes,
+# sizes and small integer constants (csrc/path). Other numbers do not move samples.
 
 
 _path: Any
 try:
     _path = of_this_torch("_path", "path")
-except ImportError as error:  # inputs and settings decide alone
+except ImportError as error:  # only inputs and settings decide
     FOLLOWS, WHY_NOT = False, str(error)
 else:
     FOLLOWS, WHY_NOT = True, ""
     ASIDE.append(_path.pause)
 
 _EVERY, _FEW = 8, 2
-"""So many ways of one method are looked at as they come, and so many that may follow from sizes; after
-that, each whose number is a power of 2."""
+"""So many first paths of one method are traced, and so many that may depend on sizes; after that, each
+path with a power of 2 as its number."""
 _KEPT = 1024
-"""Of a program that changes in every call no more are kept: each holds its sizes."""
+"""Maximum number of paths that are kept, because each holds its sizes."""
 
 
 def can_follow(*, eager: bool = False) -> bool:
@@ -535,7 +534,7 @@ def can_follow(*, eager: bool = False) -> bool:
     backward passes and under torch's profiler.
 
     Args:
-        eager: what is called runs as it is, though inside compiled code.
+        eager: the call runs uncompiled, although inside compiled code.
     """
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     elsewhere = captured or current_task() != -1 or transformed() or is_profiled()
@@ -546,10 +545,10 @@ def begin(inputs: list[Tensor], *, eager: bool = False) -> Any:
     """Follow the operators that this thread calls from now on, in a call with these inputs.
 
     Args:
-        eager: it runs as it is, though inside compiled code.
+        eager: it runs uncompiled, although inside compiled code.
 
     Returns:
-        What has a method `stop`, which returns the path; None where operators cannot be followed.
+        An object with a method `stop`, which returns the path; None if operators cannot be followed.
     """
     if not can_follow(eager=eager):
         return None
@@ -559,23 +558,23 @@ def begin(inputs: list[Tensor], *, eager: bool = False) -> Any:
 
 
 class Paths:
-    """Those that calls of one method have gone."""
+    """The paths that calls of one method have taken."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[Any, list[int]]]] = {}
         self._sizes: set[tuple[int, ...]] = set()
-        """Of the inputs of all calls that have gone them."""
+        """Input sizes of all calls that have taken them."""
         self._of_all_sizes = False
-        """One way was gone by calls of unlike sizes, so another size is no reason for another way."""
+        """Calls of different sizes took one path, so another size does not explain another path."""
         self.unseen = 0
-        """Calls that went another way than any before."""
+        """Number of calls that took a new path."""
         self._by_size = 0
-        """Those of them that may have done so for their sizes, as a loop over samples does."""
+        """Number of those that may have done so because of their sizes, as a loop over samples does."""
 
     def knows(self, path: Any, sizes: list[int]) -> bool:
-        """Whether a call has gone this way: the same operators on the same results.
+        """Whether a call has taken this path: the same operators on the same results.
 
-        Sizes among their arguments may be others if they follow from those of the inputs.
+        Sizes among their arguments may differ if they depend on those of the inputs.
 
         Args:
             sizes: of all inputs of the call.
@@ -588,17 +587,18 @@ class Paths:
         return found
 
     def note(self, path: Any, sizes: list[int], *, known: bool) -> None:
-        """A call has gone this way, of which `knows` has said whether it is known."""
+        """Note that a call has taken this path; `known` as `knows` has returned it."""
         self._sizes.add(tuple(sizes))
         if not known and len(self._known) < _KEPT:
             self._known.setdefault(path.hash, []).append((path, sizes))
 
     def next_due(self, sizes: list[int], *, turns: bool) -> bool:
-        """Count a way that is not known; whether it is to be looked at. Of a program that changes in
-        every call not all are.
+        """Count an unknown path, and say whether it must be traced. If a program changes in every call,
+        not all are traced.
 
         Args:
-            turns: samples were proven to take turns, as in a loop, which is longer for more of them.
+            turns: samples were proven to run one after another, as in a loop, which grows with the
+            batch.
         """
         self.unseen += 1
         number, most = self.unseen, _EVERY

@@ -1,4 +1,4 @@
-"""Which samples lie where in what a step is given: the loader's batch, and the model's inputs."""
+"""Sample attribution of what a step gets: the loader's batch, and the model's inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
 
 
 def samples_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
-    """The sample of each row of an input; None if that is its number, or cannot be told."""
+    """The sample of each row of an input; None if row i is sample i, or if it is unknown."""
     if isinstance(leaf, PackedSequence):
         rows = torch.arange(int(leaf.batch_sizes[0]), dtype=at.KIND, device="cpu")
         each = tracer.memory.each_at(len(rows))
@@ -40,7 +40,7 @@ def samples_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | No
 
 
 def note_samples(tracer: Tracer, rows: Tensor) -> None:
-    """Note the samples that the model is called with, and report those that it is given too often.
+    """Note the samples that the model is called with, and report those that occur too often.
 
     Args:
         rows: as of `samples_of_input`.
@@ -51,12 +51,12 @@ def note_samples(tracer: Tracer, rows: Tensor) -> None:
 
 
 def as_given(found: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    """Numbers of rows of the model's input, as those of samples."""
+    """Row numbers of the model's input, translated to samples."""
     return found if found is None or rows is None else rows[found.long()]
 
 
 def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> bool:
-    """An input of the model that nobody has seen yet is the samples' own.
+    """Attribute an input of the model to its samples, if it was not seen before.
 
     Returns:
         Whether the trace can follow it.
@@ -88,7 +88,7 @@ def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -
 
 
 def seed_entries(tracer: Tracer, rows: Any) -> None:
-    """A list or an array has an entry for each sample: what Python has of it may choose its way.
+    """Attribute a list or an array with one entry per sample, which Python may branch on.
 
     Args:
         tracer: of the step. rows: one of the model's inputs.
@@ -97,7 +97,7 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
         [x for x in inside(entry) if isinstance(x, Tensor) and x.layout is torch.strided]
         for entry in (rows if is_list(rows) else ())
     ]
-    given = [  # by no operation of this step; entries may be views of one memory
+    given = [  # made by no operation of this step; entries may be views of one memory
         (x, i, hash(("entries", id(rows), k)))
         for i, held in enumerate(entries)
         for k, x in enumerate(held)
@@ -113,12 +113,12 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
 
 
 def _is_guessed(tracer: Tracer, x: Tensor) -> bool:
-    """It came with the batch, and has as many rows as that: taken for the samples' own, one in each."""
+    """Whether it came with the batch and has as many rows, so each was assumed to be one sample's."""
     return tracer.memory.is_as_given(x) and len(tracer.shadow_of(x).samples) > 1
 
 
 def check_input(tracer: Tracer, leaf: Any) -> None:
-    """What mixes samples before the model is no business of the looks."""
+    """Report an input that mixes samples before the model, which dry runs do not see."""
     if not isinstance(leaf, Tensor):
         return
     shadow = tracer.shadow_of(leaf)
@@ -129,7 +129,7 @@ def check_input(tracer: Tracer, leaf: Any) -> None:
 def seed_output(
     tracer: Tracer, leaf: Tensor | PackedSequence, axis: int, batch: int | None, degree: int
 ) -> None:
-    """An output of the model of which the trace does not know whose it is: as looks have found it.
+    """Attribute an output of the model as dry runs have found, if the trace does not know its samples.
 
     Args:
         axis: of the samples, if it has them. degree: of a number of all of them.
@@ -147,8 +147,9 @@ def seed_output(
 
 
 def seed_gradient(tracer: Tracer, loss: Tensor, gradient: Tensor | None) -> None:
-    """A gradient that the user gives for a loss, and no operation of the step has made: its entries are
-    of the samples whose the loss's are. One that is met again beside other samples is a constant.
+    """Attribute a gradient that the user passes for a loss, if no operation of the step has made it: its
+    entries belong to the samples of the loss's entries. A gradient that other samples have met before is
+    a constant.
     """
     own = tracer.shadow_of(loss)
     if (
@@ -172,8 +173,8 @@ def _of_packed(packed: PackedSequence) -> Tensor:
 
 
 def check_views(tracer: Tracer, rows: Tensor | None, batch: int) -> None:
-    """Report if adjacent rows of the model's input that are clipped as views of one sample are of
-    several, or if a sample has such rows at several places.
+    """Report adjacent rows of the model's input that are clipped as views of one sample but belong to
+    several, and samples with such rows at several positions.
 
     Args:
         rows: as of `samples_of_input`. batch: their number.
@@ -194,8 +195,8 @@ def check_views(tracer: Tracer, rows: Tensor | None, batch: int) -> None:
 
 
 def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) -> bool:
-    """A loader's batch: sample i lies at position i of each tensor, or is entry i of each list, that is
-    as long as the batch; or its views lie in a tensor that is so many times as long.
+    """Attribute a loader's batch: sample i is entry i of each tensor and list that is as long as the
+    batch. A tensor that is longer by the number of views holds the views of each sample.
     """
     leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
     sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
@@ -220,8 +221,8 @@ def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) ->
 
 
 def _lists_in(held: Any, drawn: Collection[int]) -> Iterator[Sequence[Any]]:
-    """Lists and tuples of a nested structure whose entries may be samples: as many as were drawn, and
-    alike; what is inside one of them is of one sample.
+    """Lists and tuples of a nested structure with entries that may be samples: alike, and as many as the
+    sampled batch has. Everything inside one entry belongs to one sample.
     """
     if isinstance(held, Mapping):
         held = list(held.values())
@@ -235,7 +236,7 @@ def _lists_in(held: Any, drawn: Collection[int]) -> Iterator[Sequence[Any]]:
 
 
 def _kinds(entry: Any) -> Any:
-    """Of what an entry of a list is made."""
+    """The types in an entry of a list."""
     leaves, structure = flatten(entry)
     kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else type(x) for x in leaves]
     return structure, kinds

@@ -1,7 +1,8 @@
-"""The settings of a model: what its forward may branch on, and when it must be looked at again.
+"""The settings of a model: what its forward may branch on, and when it must be traced again.
 
-Numbers, strings, flags and functions that its modules hold, in objects and containers too (a config);
-their hooks and parts; the attributes of their classes; which version a buffer or a frozen parameter has.
+Settings are numbers, strings, flags and functions that its modules hold, in objects and containers too
+(a config); their hooks and parts; the attributes of their classes; and the versions of buffers and
+frozen parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fastclip.samples.inputs import Reading, Way, is_dense
 from fastclip.samples.state import TORCHS, is_object
 
 # -------------------------------------------------------------------------------------------------
-# Where settings are held, each in one place: mappings, lists, objects with slots, classes.
+# The containers of settings: mappings, lists, objects with slots, classes.
 
 
 Key = tuple[Hashable, ...]
@@ -35,7 +36,7 @@ class Setting(NamedTuple):
     """A name in a table.
 
     Args:
-        key: by which it is known again. read: reads a name of the table.
+        key: identifies it later. read: reads a name of the table.
     """
 
     key: Key
@@ -45,7 +46,7 @@ class Setting(NamedTuple):
 
     @property
     def held(self) -> Any:
-        """What stands there now; None in a list that is shorter than it was."""
+        """Its value now; None in a list that has become shorter."""
         try:
             return self.read(self.table, self.name)
         except LookupError:
@@ -53,10 +54,10 @@ class Setting(NamedTuple):
 
 
 def places_of(table: Any, names: Iterable[Any], owner: Any = None) -> Iterator[Setting]:
-    """Of these names in a list, a mapping, or an object.
+    """The settings of these names in a list, a mapping, or an object.
 
     Args:
-        owner: whose the table is, where it is made anew (a class's).
+        owner: the class of the table, if the table is made anew each time.
     """
     read, number = _reader(table), id(table if owner is None else owner)
     return (Setting((number, name), read, table, name) for name in [*names])
@@ -82,7 +83,7 @@ _GETS = (dict.get, MappingProxyType.get)
 
 
 def slots_of(held: Any) -> list[str]:
-    """Names of an object's slots, but those that are its own affair."""
+    """Names of an object's slots, except internal ones."""
     slots = [vars(base).get("__slots__", ()) for base in type(held).__mro__]
     names = [n for own in slots for n in ((own,) if isinstance(own, str) else own)]
     return [] if isinstance(held, Tensor) else [n for n in names if n[:1] != "_"]
@@ -104,10 +105,10 @@ _PLAIN = (
 _MOST = frozenset({bool, int, float, str, type(None)})
 _DEEPEST = 3
 _LONGEST = 64
-"""Containers of settings are no deeper and no longer: what is longer holds data."""
+"""Maximum depth and length of containers of settings; a longer one holds data."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_BATCHES = "max_batch_len"
-"""What Opacus' recurrent cells note of every batch, first in a first one."""
+"""An attribute that Opacus' recurrent cells write for every batch."""
 
 
 def kind(value: Any) -> Any:
@@ -124,25 +125,25 @@ def _is_set(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """One of NumPy's own."""
+    """Whether it is a number of NumPy's."""
     return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
 
 
 def is_counter(value: Any) -> bool:
-    """A number, which may be another one in every step."""
+    """Whether it is a number, which may differ in every step."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_flag(value: Any) -> bool:
-    """A tensor that holds one whole number, or whether something is so."""
+    """Whether it is a tensor with one whole number or boolean."""
     one = isinstance(value, Tensor) and value.numel() == 1
     return one and not (value.is_floating_point() or value.is_complex())
 
 
 class Settings:
-    """The settings of a model, and where they stand.
+    """The settings of a model, and their containers.
 
-    It is looked whether the same objects are there; only what may change in itself is read.
+    Objects are compared by identity. Only objects that may change internally are read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -151,7 +152,7 @@ class Settings:
         self._snapshot = Snapshot(self._facts())
 
     def changed(self) -> list[Key]:
-        """Which have changed since they were last read."""
+        """The settings that have changed since they were last read."""
         if self._snapshot.stands():
             return []
         found: list[Any] = self._snapshot.changed()
@@ -161,14 +162,14 @@ class Settings:
         before = self._snapshot.values()
         self._find()
         self._snapshot = Snapshot(self._facts())
-        # what is new stands in what has grown, or in the place of another, which has changed
+        # a new setting is in a container that has grown, or has replaced another one
         now: Any = self._snapshot.values().items()
         came = [key for key in found if key not in before]
         return came + [key for key, value in now if key in before and before[key] != value]
 
     def state(self) -> tuple[Any, ...]:
-        """What of their values may come again: no numbers, nor which tensors there are, and their
-        versions; of these, which are trained."""
+        """The values that may recur: no numbers, no identities and versions of tensors, but which
+        tensors are trained."""
         plain = (kind(place.held) for place in self._plain)
         tensors = (place.held for place in self._tensors)
         return (
@@ -192,9 +193,9 @@ class Settings:
 
     def _find(self) -> None:
         self._sized: dict[Key, Sized] = {}
-        """What holds settings, and would hold more of them if it grew."""
+        """Containers of settings, which would hold more of them if they grew."""
         self._held: list[Setting] = []
-        """Where it stands, itself."""
+        """The settings that hold these containers."""
         self._plain: list[Setting] = []
         self._tensors: list[Setting] = []
         self._known: set[int] = set()
@@ -265,14 +266,14 @@ class Settings:
         self._of_table(table, names, depth)
 
     def _is_strange(self, name: Any, value: Any) -> bool:
-        """Whether its attributes are no settings: it is private, or is called, and is not of the
-        module's own kin (a trainer)."""
+        """Whether its attributes are no settings: it is private or callable, and from another package
+        than the module (a trainer)."""
         apart = callable(value) or str(name).startswith("_")
         return apart and type(value).__module__ != self._home
 
 
 def _standing(places: Iterable[Setting], of: Callable[[Any], Any]) -> Iterator[Facts]:
-    """What stands in these places, in a column for each kind of table."""
+    """The values of these settings, in a column for each kind of table."""
     columns: dict[Any, list[Setting]] = {}
     for place in places:
         columns.setdefault(place.read, []).append(place)
@@ -282,7 +283,7 @@ def _standing(places: Iterable[Setting], of: Callable[[Any], Any]) -> Iterator[F
 
 
 def _inside(objects: list[tuple[Key, Any]], read: Callable[[Any], Any]) -> Facts:
-    """What may change in objects that stay where they are."""
+    """The content of objects, which may change while the objects stay the same."""
     return Facts([key for key, _ in objects], partial(map, read, [x for _, x in objects]))
 
 
@@ -291,7 +292,7 @@ _VALUES = methodcaller("values")
 
 
 def _changes(value: Any) -> bool:
-    """Whether a setting may become another while it is the same object, and is no set."""
+    """Whether a setting's content may change while it is the same object, and it is no set."""
     return type(value) not in _MOST and not _is_set(value) and kind(value) is not value
 
 
@@ -300,56 +301,55 @@ def _is_trained(x: Any) -> bool:
 
 
 def _which(x: Any) -> int | None:
-    """Which tensor it is; of one that is trained and no parameter, which is made anew, nothing."""
+    """The identity of a tensor; None for a trained one that is no parameter, as it is made anew."""
     return None if _is_trained(x) and not isinstance(x, nn.Parameter) else id(x)
 
 
 def _version(x: Tensor) -> int:
-    """What changes when a buffer or a frozen parameter does, unless it is through `.data`."""
+    """A number that changes when a buffer or a frozen parameter does, except through `.data`."""
     return 0 if x.is_inference() else x._version
 
 
 def _tables_of_hooks(model: nn.Module) -> list[dict[int, Any]]:
-    """Where torch keeps the hooks of a model's modules, and of all: any may couple samples."""
+    """The tables of torch's hooks of a model's modules, and of all modules: any may couple samples."""
     own = [vars(m)[kind] for m in model.modules() for kind in _HOOKS if kind in vars(m)]
     return [*own, *hooks_of_all_modules()]
 
 
 # -------------------------------------------------------------------------------------------------
-# When a model must be looked at again: nothing is read at a step but settings.
+# When a model must be traced again: a step reads only settings.
 #
-# What a probe found holds for the state in which the model was, and for the way in which it was
-# called: a flag that is raised later, or passed as an argument, may switch on a branch that couples
-# samples. So a call's arguments and the model's settings (samples.settings) are compared with those of
-# the last look.
+# What a probe found holds for the state of the model, and for the kind of call. A flag that is set
+# later, or passed as an argument, may turn on a branch that couples samples. So a call's arguments and
+# the model's settings are compared with those of the last dry run.
 
 
 _PATIENCE = 16
-"""Changes of one setting that are looked at; then only every doubling of the calls is one: counters
-never rest."""
+"""Number of changes of one setting that are traced. After that, only calls 16, 32, 64 and so on are,
+because counters always change."""
 _MOST_STATES = 64
-"""Different states that are looked at however often their settings change."""
+"""Number of different states that are traced, however often their settings change."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """A call that was looked at: what it was, forward passes of a few samples, seconds they took."""
+    """A call with a dry run: its name, the forward passes of a few samples, and their seconds."""
 
     name: str
     passes: int
     seconds: float
 
     def __str__(self) -> str:
-        return f"looked at {self.name}: {self.passes} forward passes of a few rows, {self.seconds:.2f} s"
+        return f"traced {self.name}: {self.passes} forward passes of a few samples, {self.seconds:.2f} s"
 
 
 class Watch:
-    """The state in which a model was looked at, and how it was called.
+    """The state of a model in the last dry run, and the kind of call.
 
-    Settings say what has changed since the last call; here it is decided whether that is looked at.
+    Settings show what has changed since the last call. This class decides whether a dry run follows.
 
     Args:
-        model: what is watched. args, kwargs: of the call that was looked at. read: flattens them.
+        model: the model to watch. args, kwargs: of the call with the dry run. read: flattens them.
         axis: of the samples in them.
     """
 
@@ -359,11 +359,11 @@ class Watch:
     ) -> None:  # fmt: skip
         self._settings, self._read, self._axis = Settings(model), read, axis
         self._ways: list[Way] = []
-        """The ways of calling it that were met."""
+        """The kinds of calls so far."""
         self._given: list[list[Any]] = []
-        """What stood in them at the last call of each."""
+        """The arguments of the last call of each kind."""
         self._waiting: list[dict[Key, None]] = []
-        """The settings that have changed since then, in calls of other ways."""
+        """The settings that have changed since then, in calls of other kinds."""
         given = self._read(args, kwargs)
         way, _ = self._way(given)
         self._seen = [self._flags(way)]
@@ -372,11 +372,11 @@ class Watch:
         self._calls = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy looks for itself."""
+        """A copy makes its own dry runs."""
         return type(None), ()
 
     def changed(self, args: tuple, kwargs: dict) -> bool:
-        """Whether this call finds a state that was not looked at; to be asked once a call."""
+        """Whether this call has a state without a dry run; to be asked once per call."""
         self._calls += 1
         given = self._read(args, kwargs)
         way, moved = self._way(given)
@@ -400,11 +400,11 @@ class Watch:
         return self.rarely() or any(self._moves[key] <= _PATIENCE for key in moved)
 
     def rarely(self) -> bool:
-        """True at every doubling of the calls."""
+        """Whether the number of calls is a power of two."""
         return not self._calls & (self._calls - 1)
 
     def _way(self, call: Reading) -> tuple[int, list[Key]]:
-        """The number of this way of calling it, and which of the arguments have changed."""
+        """The number of this kind of call, and the arguments that have changed."""
         given, arguments = [_shown(leaf) for leaf in call.leaves], call.way
         if arguments not in self._ways:
             self._ways.append(arguments)
@@ -419,7 +419,7 @@ class Watch:
         return way, [("way", way, number) for number, (old, new) in pairs if old != new]
 
     def _long(self, way: int, leaves: list[Any]) -> tuple[int, ...]:
-        """How long samples are, to a factor of two: a longer one may take another way."""
+        """The lengths of samples, to a factor of two, because a longer one may take another path."""
         sizes = (size for x in leaves for size in _sizes(x, self._axis))
         return way, *((size - 1).bit_length() for size in sizes)
 
@@ -429,7 +429,7 @@ class Watch:
 
 
 def _sizes(leaf: Any, axis: int) -> tuple[int, ...]:
-    """Of one sample, as far as its samples lie along this axis, or the first where there is none."""
+    """The sizes of one sample, if samples lie along this axis, or else along the first."""
     if isinstance(leaf, PackedSequence):
         return (len(leaf.batch_sizes),)
     if not is_dense(leaf):
@@ -440,7 +440,7 @@ def _sizes(leaf: Any, axis: int) -> tuple[int, ...]:
 
 
 def _shown(leaf: Any) -> Any:
-    """An argument, as far as code may branch on it without reading the numbers of a batch."""
+    """The part of an argument that code may branch on without reading the numbers of a batch."""
     if isinstance(leaf, Tensor):
         one = type(leaf) is Tensor and not leaf.dim() and leaf.device.type == "cpu"
         flag = leaf.item() if one and is_flag(leaf) else None

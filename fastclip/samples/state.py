@@ -1,8 +1,8 @@
-"""A probe leaves no trace: generators, buffers, attributes and parameters are as before.
+"""A probe leaves generators, buffers, attributes and parameters unchanged.
 
-Inside, parameters and entries that say nothing yet are stirred: samples coupled behind a zero head,
-a gate of zero, a LayerScale of 1e-6 or zero columns of a wide head are coupled from the first step
-on, and must show.
+Inside, constant or tiny parameters and entries get random values (they are stirred). Behind a zero
+head, a gate of zero, a LayerScale of 1e-6 or zero columns of a wide head, samples may be coupled from
+the first step on, which must be found.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from fastclip.samples.randomness import Generators
 from fastclip.trace.findings import line_of
 
 # -------------------------------------------------------------------------------------------------
-# Gradients in a look: the same backward pass twice gives the same, to the last bit.
+# Gradients in a dry run: the same backward pass gives the same result twice, to the last bit.
 #
-# Whose an entry is, two backward passes say together, and a sum that is added up in another order
-# each time looks like a sum over several samples. On a GPU many kernels add up in the order in
-# which their threads arrive: those of attention foremost, whose gradients may be rounded to 16 bits
-# afterwards, so that one entry in a hundred differs by 2^-8. Here PyTorch's other kernels are asked
-# for their fixed order, and a backward pass of attention is computed again from its inputs, sample by
-# sample.
+# Two backward passes together identify the sample of an entry. A sum that is added up in another order
+# each time would be taken for a sum over several samples. On a GPU, many kernels add up in the order in
+# which their threads arrive, attention kernels above all. Their gradients may be rounded to 16 bits
+# afterwards, and one entry in a hundred then differs by 2^-8. Here other kernels of PyTorch use a fixed
+# order, and a backward pass of attention is computed from its inputs, sample by sample.
 
 
 Found = tuple[Tensor | None, ...]
@@ -57,11 +56,11 @@ ATTENTION_BACKWARD = frozenset(
 )
 """Operators that compute the gradients of fused attention on a GPU."""
 _SCORES = 2**26
-"""Scores [h, l, s] that are in memory at a time, where one head has no more: 256 MiB, four times."""
+"""Number of scores [h, l, s] in memory at a time, unless one head has more: 256 MiB, four times."""
 
 
 def normal(like: Tensor, seed: int) -> Tensor:
-    """Float32 numbers in the shape of `like`, drawn where it lies: logits may be 10^9 numbers."""
+    """Random float32 numbers in the shape of `like`, on its device: logits may be 10^9 numbers."""
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.randn(like.shape, generator=generator, dtype=torch.float32, device=like.device)
 
@@ -70,7 +69,7 @@ def gradients(
     outputs: Sequence[Tensor], edges: Sequence[GradientEdge], seeds: Sequence[Tensor],
     *, keep_graph: bool = False,
 ) -> Found:  # fmt: skip
-    """Of the outputs, each times its seed, with respect to the edges; None where none is reached."""
+    """Gradients of the outputs, each times its seed, with respect to the edges; None if not reached."""
     with RowByRow() if _gpu_in_use() else nullcontext():
         return torch.autograd.grad(
             outputs, edges, seeds, retain_graph=keep_graph, allow_unused=True
@@ -79,9 +78,9 @@ def gradients(
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Kernels add up in a fixed order inside, where PyTorch has one that does and a GPU is in use.
+    """Make kernels add up in a fixed order inside, if PyTorch has such a kernel and a GPU is in use.
 
-    A CPU's order is fixed. Forward passes run inside, too: some compute their gradients in another way
+    A CPU's order is fixed. Forward passes run inside, too. Some compute their gradients differently
     there, and a checkpoint computes them again.
     """
     if not _gpu_in_use():
@@ -101,13 +100,13 @@ def in_order() -> Iterator[None]:
 
 
 def _gpu_in_use() -> bool:
-    """Of the model or of others: what is asked for may lie on a CPU, and what lies between on a GPU."""
+    """Whether a GPU is in use, by the model or others: inner tensors of a CPU model may lie on a GPU."""
     return torch.cuda.is_initialized()
 
 
 class RowByRow(TorchDispatchMode):
-    """Backward passes of fused attention are those of plain attention, a few heads of one sample at a
-    time: what the fused one does not hold, is not held here either."""
+    """Replaces backward passes of fused attention by those of plain attention, a few heads of one sample
+    at a time. Like the fused kernel, it does not hold all scores."""
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
@@ -117,7 +116,7 @@ class RowByRow(TorchDispatchMode):
             schema = function._schema  # type: ignore[attr-defined]  # of an operator
             names = [argument.name.rstrip("_") for argument in schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
-            # what was dropped is known to the kernel alone
+            # only the kernel knows its dropout mask
             if not given["dropout_p"] and not given["query"].is_nested:
                 last = "flash" in schema.name  # its causal mask ends at the last key
                 return attention_backward(given, ends_last=last)[: len(schema.returns)]
@@ -131,13 +130,13 @@ def attention_backward(given: Mapping[str, Any], *, ends_last: bool = False) -> 
     dv = P^T dO, dS = P (dO v^T - rowsum(P dO v^T)), dq = scale dS k, dk = scale dS^T q.
 
     Args:
-        given: by name: query [b, h, l, e]; key and value [b, k, s, e], of whose heads each serves h / k;
-            grad_out, is_causal, scale, and attn_bias, which [b, h, l, s] broadcasts, if there is one.
-            Its gradient is asked for by the last of grad_input_mask.
+        given: by name: query [b, h, l, e]; key and value [b, k, s, e], with each head used by h / k
+            query heads; grad_out, is_causal, scale; and attn_bias, if any, broadcast to [b, h, l, s].
+            The last entry of grad_input_mask asks for the gradient of attn_bias.
         ends_last: with is_causal, the last query sees the last key, not the first one the first.
 
     Returns:
-        of query, key, value and the bias; the last None where it is not asked for.
+        of query, key, value and the bias; the last is None if it is not asked for.
     """
     query, key, value = (given[name] for name in ("query", "key", "value"))
     scale = query.shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
@@ -179,8 +178,8 @@ def attention_backward(given: Mapping[str, Any], *, ends_last: bool = False) -> 
 
 
 def _blocks(heads: int, shared: int, few: int) -> Iterator[slice]:
-    """Heads that are computed together, `few` if possible: those of whole keys, each of which serves
-    `shared`, or a part of one's."""
+    """Groups of about `few` heads that are computed together: all heads of some keys, each of which is
+    used by `shared` heads, or a part of the heads of one key."""
     step = max(few // shared * shared, min(max(few, 1), shared))
     for begin in range(0, heads, max(step, shared)):
         end = min(begin + max(step, shared), heads)
@@ -188,7 +187,7 @@ def _blocks(heads: int, shared: int, few: int) -> Iterator[slice]:
 
 
 # -------------------------------------------------------------------------------------------------
-# By which function torch's reentrant checkpoints are run, while somebody looks at what they do.
+# The function that runs torch's reentrant checkpoints, while they are observed.
 
 
 _APPLIED: list[tuple[Callable[..., Any], int]] = []
@@ -197,7 +196,7 @@ _APPLIED: list[tuple[Callable[..., Any], int]] = []
 
 @contextmanager
 def applied_by(apply: Callable[..., Any]) -> Iterator[None]:
-    """Inside, reentrant checkpoints are run by this function; the one entered last, of several."""
+    """Run reentrant checkpoints by this function inside; of several functions, by the last one."""
     entered = (apply, current_task())
     _APPLIED.append(entered)
     _apply_the_last()
@@ -210,7 +209,7 @@ def applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 
 
 def _apply_the_last() -> None:
-    if current_task() == -1:  # what a backward pass that failed has left
+    if current_task() == -1:  # left by a failed backward pass
         _APPLIED[:] = [entered for entered in _APPLIED if entered[1] == -1]
     if _APPLIED:
         CheckpointFunction.apply = staticmethod(_APPLIED[-1][0])  # type: ignore[method-assign, assignment]
@@ -219,8 +218,8 @@ def _apply_the_last() -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# What a run writes into a model's own tensors is put back, through whichever tensor it was written;
-# and what it gives them in the place of their memory (`.data = `, a module's `.to` in its forward).
+# A run's writes into a model's own tensors are undone, through whichever tensor they were made. So is
+# new memory that it gives them (`.data = `, a module's `.to` in its forward).
 
 
 def written_by(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -232,7 +231,7 @@ def written_by(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Te
 
 
 class Writes(TorchDispatchMode):
-    """Inside, a tensor is copied before it is first written to, through `.data` or a view of it too.
+    """Copies a tensor before the first write to it inside, also through `.data` or a view.
 
     Args:
         state: the tensors of a model by name.
@@ -242,20 +241,20 @@ class Writes(TorchDispatchMode):
         super().__init__()
         self._state: dict[int, list[tuple[str, Tensor]]] = {}
         self._held: dict[str, tuple[Tensor, Tensor]] = {}
-        """Each tensor, and one that lies where it lay."""
+        """Each tensor, and a tensor on its original memory."""
         for name, x in state.items():
             try:
                 for part in parts_of(x):
                     self._state.setdefault(memory_of(part), []).append((name, part))
                 self._held[name] = x, x.data
-            except (NotImplementedError, RuntimeError):  # shards have no one memory
+            except (NotImplementedError, RuntimeError):  # shards have no single memory
                 continue
         self._saved: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._put_back: list[str] = []
 
     @property
     def written(self) -> list[str]:
-        """Names of what was written to, or lies elsewhere."""
+        """Names of tensors that were written to, or have other memory."""
         return list(
             dict.fromkeys([*(name for name, _ in self._saved), *self._put_back, *self._moved()])
         )
@@ -283,10 +282,10 @@ class Writes(TorchDispatchMode):
                         self._saved[name, place] = kept, kept.detach().clone()
 
     def check(self, holds: Callable[[Tensor], bool]) -> None:
-        """No parameter takes numbers of the batch.
+        """Check that no parameter takes numbers of the batch.
 
         Args:
-            holds: whether a tensor does.
+            holds: whether a tensor holds such numbers.
 
         Raises:
             UnsupportedLayerError: naming those that do.
@@ -295,12 +294,13 @@ class Writes(TorchDispatchMode):
         names = [n for n, x in changed.items() if isinstance(x, nn.Parameter) and holds(x)]
         if names:
             raise UnsupportedLayerError(
-                f"parameters {names} are written in the forward pass with numbers of the batch: what "
-                "they learn from it is not private; let the optimizer train them, and leave max_norm off"
+                f"Parameters {names} take values of the batch in the forward pass, and these values get "
+                "no noise. Let the optimizer train the parameters, and omit max_norm.",
+                doc="carried-state",
             )
 
     def put_back(self) -> None:
-        """All that was written to is as before, and lies where it lay."""
+        """Restore all tensors that were written to, in their original memory."""
         self._put_back = self._moved()
         for name in self._put_back:
             x, lain = self._held[name]
@@ -310,7 +310,7 @@ class Writes(TorchDispatchMode):
 
 
 def _lies_as(x: Tensor, other: Tensor) -> bool:
-    """They are the same entries of the same memory."""
+    """Whether they are the same entries of the same memory."""
     return x.shape == other.shape and [*map(_where, parts_of(x))] == [*map(_where, parts_of(other))]
 
 
@@ -322,19 +322,19 @@ def _where(x: Tensor) -> tuple[Any, ...]:
 
 
 STIR = 0.1
-"""Standard deviation of what is added to a parameter that says nothing."""
+"""Standard deviation of the noise that is added to a constant or tiny parameter."""
 _SMALL = 1e-2
-"""A parameter below that says nothing, and an entry so many times smaller than the largest."""
+"""A parameter below this is tiny, and so is an entry that is so many times smaller than the largest."""
 PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
-"""What holds nothing else; most attributes are of these types."""
+"""Types that hold no other objects; most attributes have these types."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
-"""Whose objects keep nothing of a batch."""
+"""Packages with objects that keep nothing of a batch."""
 _DEEPEST = 3
 _LONGEST = 64
-"""Containers are looked into so far."""
+"""Length up to which containers are searched."""
 TORCHS = frozenset(vars(nn.Module()))
-"""What torch keeps on every module."""
+"""Names of the attributes that torch keeps on every module."""
 _PARTS = frozenset(
     name
     for name, kept in vars(nn.Module()).items()
@@ -343,12 +343,12 @@ _PARTS = frozenset(
 
 
 class Trains(BaseException):
-    """What is run for a look computes gradients itself: it is a loop, or a step of one."""
+    """The function of a dry run computes gradients itself: it is a loop, or a step of one."""
 
 
 @contextmanager
 def no_training() -> Iterator[None]:
-    """Inside, a backward pass raises `Trains` before anything is computed."""
+    """Let a backward pass raise `Trains` inside, before anything is computed."""
     backward, here = torch.autograd.backward, threading.get_ident()
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -365,15 +365,15 @@ def no_training() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, seed: int, *, followed: bool = True) -> Iterator[Writes]:
-    """Without dropout, from generators of `seed`; afterwards everything is as before.
+    """Run without dropout, with generators of `seed`, inside; afterwards everything is restored.
 
-    And in full float32: libraries take tf32 for batches of one size, for another they may not, and what
-    that rounds away would look like another sample's.
+    Products are in full float32. Libraries may use tf32 for one batch size and not for another, and the
+    rounding would be taken for an effect of another sample.
 
     Args:
-        followed: operations are; what is written through `.data` stays else.
+        followed: follow operations; else writes through `.data` are not undone.
 
-    Yields what is written to inside.
+    Yields the writes inside.
 
     Raises:
         UnsupportedLayerError: buffers have changed.
@@ -407,31 +407,32 @@ def undisturbed(model: nn.Module, seed: int, *, followed: bool = True) -> Iterat
             _forget_casts()  # of weights cast without a graph
     replaced = [name for name, buffer, _, _ in buffers if model.get_buffer(name) is not buffer]
     through_data = [name for name, *_ in buffers if name in writes.written]
-    if told := list(dict.fromkeys([*changed, *replaced, *through_data])):
-        of_numbers = all(b.is_floating_point() for name, b, *_ in buffers if name in told)
+    if names := list(dict.fromkeys([*changed, *replaced, *through_data])):
+        of_numbers = all(b.is_floating_point() for name, b, *_ in buffers if name in names)
         count = "" if of_numbers else ", and count calls in a Python number (self.calls += 1)"
         raise UnsupportedLayerError(
-            f"buffers {told} change in the forward pass: what they learn from the batch is not private; "
-            f"freeze them (eval mode) or remove them{count}"
+            f"Buffers {names} change in the forward pass, and values of the batch in them get no noise. "
+            f"Freeze them with .eval(), or remove them{count}.",
+            doc="carried-state",
         )
 
 
 def _check_functions(operator: Any) -> None:
     raise UnsupportedLayerError(
-        f"{operator} at {line_of(sys._getframe(1))} runs functions that it is given where samples, and "
-        "private layers inside, cannot be followed. Use Python's if and for, or torch.where"
+        f"{operator} at {line_of(sys._getframe(1))} calls functions in which samples and private layers "
+        "cannot be followed. Use Python's if and for, or torch.where."
     )
 
 
 def _forget_casts() -> None:
-    """Autocast casts weights anew."""
+    """Let autocast cast weights anew."""
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         torch.clear_autocast_cache()
 
 
 @contextmanager
 def _own_attributes(model: nn.Module) -> Iterator[None]:
-    """What the forward pass sets on modules (counters, stashes, hooks, parts) is put back."""
+    """Restore what the forward pass sets on modules (counters, stashes, hooks, parts)."""
     saved = [(table, dict(table)) for _, table in tables_of(model)]
     parts = [(table, table.copy()) for table in _parts_of(model)]
     filled = [(one, copy.copy(one)) for one in _held(model) if type(one) in _CONTAINERS]
@@ -457,7 +458,7 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def _parts_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
-    """The tables in which torch keeps hooks, of each module and of all, and the modules of a module."""
+    """The tables of torch's hooks, of each module and of all modules, and of the parts of a module."""
     yield from hooks_of_all_modules()
     for module in model.modules():
         tables = (vars(module).get(name) for name in _PARTS)
@@ -465,7 +466,7 @@ def _parts_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
 
 
 def own_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules hold beside their parameters and buffers."""
+    """Tensors that modules hold in addition to their parameters and buffers."""
     return (x for x in _held(model) if type(x) is Tensor and not x.is_inference())
 
 
@@ -487,14 +488,14 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def is_object(value: Any) -> bool:
-    """Whether somebody's own class made it, whose objects may keep anything."""
+    """Whether it is an object of a custom class, which may keep anything."""
     if isinstance(value, (nn.Module, Tensor, type)) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in _OTHERS
 
 
 def _held(model: nn.Module) -> Iterator[Any]:
-    """What modules hold, themselves, in containers or in objects; not what torch keeps on them."""
+    """The objects that modules hold, also in containers or objects, except torch's own attributes."""
     known: set[int] = set()
     level = [v for _, table in tables_of(model) for n, v in table.items() if n not in TORCHS]
     for _ in range(_DEEPEST):
@@ -506,15 +507,15 @@ def _held(model: nn.Module) -> Iterator[Any]:
 
 
 def _uncompiled() -> AbstractContextManager:
-    """Compiled parts of the model run as they were written: nothing is compiled for a few samples."""
-    if not can_compile():  # and to import what compiles is slow
+    """Run compiled parts of the model uncompiled inside: nothing is compiled for a few samples."""
+    if not can_compile():  # and importing the compiler is slow
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
 def _whole_checkpoints() -> Iterator[None]:
-    """Reentrant checkpoints run their part with the graph, so that gradients can be asked for."""
+    """Run the parts of reentrant checkpoints with a graph inside, because gradients are needed."""
 
     def apply(run_function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
         return run_function(*args)
@@ -525,11 +526,11 @@ def _whole_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def stirred(parameters: Iterable[nn.Parameter], *, entries: bool = True) -> Iterator[None]:
-    """Constant or tiny parameters get random values inside, and so do entries that say nothing beside
-    the others (the columns of a widened head): nothing hides behind them. The others change a little,
-    so that no two are equal: a sample of a table for each number of a sample shows.
+    """Give constant or tiny parameters random values inside, because they could hide coupled samples. So
+    do entries that are tiny next to the others (the columns of a widened head). Change the others a
+    little, because equal rows of a table would hide which row a sample takes.
 
-    They keep their signs: a logarithm may be taken of them.
+    They keep their signs, because the model may take their logarithm.
 
     Args:
         entries: of the other parameters change, too.
@@ -558,7 +559,7 @@ def stirred(parameters: Iterable[nn.Parameter], *, entries: bool = True) -> Iter
 
 
 def _deviation(values: Tensor, entries: bool) -> float | Tensor | None:
-    """The standard deviation of what is added to entries; None: nothing is."""
+    """The standard deviation of the noise that is added to entries; None: no noise."""
     if not values.is_floating_point() or not values.numel():
         return None
     low, high = torch.aminmax(values)

@@ -1,4 +1,4 @@
-"""The few samples of a call's inputs that are run, and what may become of the others."""
+"""The few samples of a call's inputs in a dry run, and changes of the other samples."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from fastclip.samples.state import is_object
 
 MOST_SAMPLES = 8
 _LOOKED_AT = 64
-"""Samples of a batch among which distinct ones are looked for."""
+"""Number of samples of a batch that are searched for distinct ones."""
 
 
 class TakenSamples:
     """Inputs that are cut to few samples.
 
     Args:
-        args, kwargs: the inputs, as they were given. drawn: numbers of samples that are likely.
+        args, kwargs: the inputs of the call. drawn: gives likely numbers of samples.
     """
 
     def __init__(self, args: tuple, kwargs: dict, drawn: Drawn = tuple) -> None:
@@ -59,16 +59,16 @@ class TakenSamples:
 
     @property
     def way(self) -> Way:
-        """How they are nested, and of what kinds they are."""
+        """The nesting and the types of the inputs."""
         return way_of(self._leaves, self._structure)
 
     def ways(self, axis: int, known: Callable[[Way], Cuts | None], most: int) -> Iterator[Cuts]:
-        """Ways to cut them, likely ones first, of each reading so many at most; until the next one is
-        asked for, they are read as it says.
+        """Ways to cut them, likely ones first, at most so many for each reading. Each way sets the
+        reading until the next one is asked for.
 
         Args:
-            axis: of the samples. known: what was found in other calls, where a tensor without samples
-                may have had another size than the batch.
+            axis: of the samples. known: results of other calls, in which a shared input may have had
+                another size than the batch.
         """
         likely = self.drawn()
         sizes = sorted(batch_sizes_of(self.args, self.kwargs, axis), key=lambda n: n not in likely)
@@ -94,14 +94,13 @@ class TakenSamples:
         return readings(self.args, self.kwargs, axis, self.drawn)
 
     def read_as(self, way: Way, axis: int) -> None:
-        """Read them so again."""
+        """Read them this way again."""
         for leaves, structure, _ in self._readings(axis):
             if way_of(leaves, structure) == way:
                 self._leaves, self._structure = leaves, structure
 
     def has_none(self, axis: int) -> bool:
-        """The draw is of no sample, and there are lists without entries, of which no sample can
-        be made."""
+        """Whether the sampled batch is empty and has empty lists, from which no sample can be made."""
         return (
             0 in self.drawn()
             and batch_sizes_of(self.args, self.kwargs, axis) == [0]
@@ -129,45 +128,45 @@ class TakenSamples:
         return len(real) + synthetic
 
     def in_lists(self, cuts: Cuts) -> bool:
-        """Lists of tensors alone hold the samples, one in each entry, where the inputs are cut
-        this way."""
+        """Whether, cut this way, only lists of tensors hold the samples, one in each entry."""
         cut = [x for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         return all(is_list(x) and next(tensors_of(x), None) is not None for x in cut)
 
     @property
     def has_lists(self) -> bool:
-        """Samples come in a list or an array."""
+        """Whether samples come in a list or an array."""
         pairs = zip(self._leaves, self._cuts, strict=True)
         return any(a is not None and is_batched(x) for x, a in pairs)
 
     def is_changed_by(self, change: Callable[[Any, int], Any]) -> bool:
-        """It makes other samples of those that are run."""
+        """Whether `change` changes the samples that are run."""
         pairs = zip(self._pool, self._cuts, strict=True)
         return any(a is not None and not same(change(x, a), x) for x, a in pairs)
 
     def check_unnested(self) -> None:
-        """Every sample has a sample of its own in each input that holds them.
+        """Check that no input is a nested tensor, which has no batch axis.
 
         Raises:
             BatchSizeError: an input is a nested tensor.
         """
         for number, leaf in enumerate(self._leaves):
             if isinstance(leaf, Tensor) and leaf.is_nested:
-                raise BatchSizeError(f"{INPUT}{number}: {NESTED}")
+                name = f"{INPUT.capitalize()}{number}"
+                raise BatchSizeError(f"{name}: {NESTED}", doc="unsupported-layer")
 
     @property
     def unread(self) -> str:
-        """What of the inputs no sample can be taken from, for a message."""
-        told = []
+        """For a message, the inputs from which no samples can be taken."""
+        unread = []
         for x in self._leaves:
             if isinstance(x, Tensor) and x.layout != torch.strided:
-                told.append(f"a tensor of layout {x.layout} (pass it dense)")
+                unread.append(f"a tensor of layout {x.layout}, which is not dense")
             elif is_object(x) and not isinstance(x, PackedSequence):
-                told.append(
-                    f"an object of class {type(x).__name__}, whose tensors are not seen (pass them as "
-                    "arguments, in a dict or a dataclass)"
+                kind = type(x).__name__
+                unread.append(
+                    f"an object of class {kind}, which is no dict or dataclass of tensors"
                 )
-        return f"; got {', '.join(dict.fromkeys(told))}" if told else ""
+        return f", and they hold {', '.join(dict.fromkeys(unread))}" if unread else ""
 
     @property
     def leaves(self) -> list[Any]:
@@ -194,12 +193,12 @@ def _is_empty(leaf: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What may become of the other samples of a batch, of which a first one may hold none: very large ones,
-# zeros, whole masks, padded samples; or samples that are not finite.
+# Changes of the other samples of a batch. They make edge samples, which a first batch may not have: very
+# large values, zeros, full masks, padding; or non-finite values.
 
 
 Change = Callable[[Tensor], Tensor]
-"""Of samples, which lie along the first axis."""
+"""Of samples along the first axis."""
 _LARGE = 1e4
 
 
@@ -244,13 +243,13 @@ def _infinite(x: Tensor) -> Tensor:
 
 
 def _shorter(x: Tensor) -> Tensor:
-    """Entries of lists and arrays say that they are shorter."""
+    """Make entries of lists and arrays shorter."""
     return x
 
 
 SPECIAL: tuple[Change, ...] = (_large, _zeros, _full, _half)
 IN_LISTS: tuple[Change, ...] = (*SPECIAL, _shorter)
-"""The same where samples come in lists, of unlike lengths perhaps."""
+"""The same if samples come in lists, perhaps of different lengths."""
 NOT_FINITE: tuple[Change, ...] = (_nan, _infinite)
 
 

@@ -60,7 +60,7 @@ def test_second_backward_over_one_forward() -> None:
     case = Case()
     loss = sample_loss(case.private(case.x)).mean()
     loss.backward(retain_graph=True)
-    with refused("paused|add the losses|once"):
+    with refused("paused|Add the losses|once"):
         loss.backward()
 
 
@@ -69,7 +69,7 @@ def test_two_losses_over_one_forward() -> None:
     case = Case()
     out = case.private(case.x)
     out[:, 0].square().mean().backward(retain_graph=True)
-    with refused("paused|add the losses|once"):
+    with refused("paused|Add the losses|once"):
         out[:, 1:].square().mean().backward()
 
 

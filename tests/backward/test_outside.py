@@ -20,7 +20,7 @@ from tests.oracle import (
 )
 from tests.refusal import refused
 
-WAY_OUT = "make one module of it"
+WAY_OUT = "Make one module of it"
 ROWS = 4
 
 

@@ -268,7 +268,7 @@ def test_the_first_penalty_of_a_later_step_is_refused() -> None:
         optimizer.zero_grad()
         sample_loss(private(rows())).mean().backward()
         optimizer.step()
-    with refused("from the first step on", ParameterLeakError):
+    with refused("errors.html#untracked-use", ParameterLeakError):
         (sample_loss(private(rows())).mean() + lasso(private, [])).backward()
 
 

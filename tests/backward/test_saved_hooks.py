@@ -114,7 +114,7 @@ known = pytest.mark.skipif(
 @pytest.mark.parametrize("name", MODELS)
 def test_a_scale_of_the_batch_is_refused(name: str, inside: bool) -> None:
     """One large row makes the other rows' activations coarse, and so moves their gradients, too."""
-    with refused("save_on_cpu|from itself alone"):  # some are seen in a look
+    with refused("save_on_cpu|independently"):  # some are seen in a look
         run(name, lambda: saved_tensors_hooks(compress, restore), inside)
 
 

@@ -26,7 +26,7 @@ def test_an_evaluation_at_the_end_of_a_backward_pass() -> None:
         thread.join()
 
     x.register_hook(meanwhile)
-    with refused("another thread"):
+    with refused("Another thread"):
         sample_loss(private(x)).mean().backward()
     private(x.detach())  # as if nothing had been
     sample_loss(private(x.detach())).mean().backward()

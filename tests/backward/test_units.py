@@ -471,7 +471,7 @@ def test_units_that_do_not_fit(arguments: tuple, error: type[Exception], words: 
 def test_units_of_other_rows() -> None:
     _, params, private, optimizer = start(mlp())
     joined(optimizer, [0, 1, 0])
-    with pytest.raises(BatchSizeError, match="3 rows"):
+    with pytest.raises(BatchSizeError, match="3 samples"):
         backward(private, rows(4))
     assert all(p.summed_grad is None for p in params.values())
 
@@ -480,7 +480,7 @@ def test_groups_are_of_rows() -> None:
     engine, _, private, optimizer = start(mlp(), clipping.dpsgd_f(3))
     joined(optimizer, [0, 1, 0])
     engine.set_groups(torch.tensor([0, 1]))
-    with pytest.raises(StepError, match="3 rows"):
+    with pytest.raises(StepError, match="3 samples"):
         backward(private, rows(3))
 
 
@@ -489,5 +489,5 @@ def test_materialized_gradients_have_no_units(mode: str) -> None:
     _, private, optimizer, _ = make_private(mlp(), grad_sample_mode=mode)
     optimizer.batch.next_units = unit_samples([0, 1, 0])
     backward(private, rows(3))
-    with pytest.raises(StepError, match="omit grad_sample_mode"):
+    with pytest.raises(StepError, match="Omit grad_sample_mode"):
         optimizer.step()

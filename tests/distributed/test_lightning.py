@@ -25,7 +25,7 @@ REFUSED = {
     "accumulate": ("ArgumentError", "leave it at 1"),
     "clip": ("ArgumentError", "max_grad_norm"),
     "gathers": ("GraphError", "sync_dist=True"),
-    "past forward": ("GraphError", "call the model itself"),
+    "past forward": ("GraphError", "Call the model itself"),
     "no fully_shard": ("GraphError", "call fully_shard on it"),
     "parts": ("UnsupportedLayerError", "Call fully_shard on the model itself"),
     "no callback": ("ArgumentError", "PrivacyCallback"),

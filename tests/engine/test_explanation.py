@@ -100,9 +100,9 @@ def test_everything_refused_is_told_at_once() -> None:
 
 REFUSED = {
     "weights": (
-        {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the weights of the batch"
+        {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the class weights"
     ),
-    "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "pass loss_reduction='sum'"),
+    "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "Pass loss_reduction='sum'"),
     "lazy": ({"module": nn.Sequential(nn.LazyLinear(3))}, r"0 \(LazyLinear\).*Run the model once"),
     "optimizer": ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.ones(1))])}, "LBFGS.step expects"),
     "devices": ({"module": nn.DataParallel(nn.Linear(6, 3))}, "Pass the model that it wraps"),
@@ -146,7 +146,7 @@ TRAPS = {
     "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no effect"),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
-        r"2 trainable parameters are not in the private optimizer \(weight, ...\)",
+        r"2 trainable parameters \(weight, ...\) are not in the private optimizer",
     ),
 }  # fmt: skip
 

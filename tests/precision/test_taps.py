@@ -227,7 +227,7 @@ def test_a_weight_that_is_replaced() -> None:
     private, _, twin, _ = compiled("net")
     twin.head.weight = nn.Parameter(torch.zeros_like(twin.head.weight))
     private.head.weight = nn.Parameter(torch.zeros_like(private.head.weight))
-    with refused("come into the model", StepError):
+    with refused("were added to the model", StepError):
         backward(private, rows(5))
 
 

@@ -12,7 +12,7 @@ from tests.oracle import make_private, sample_loss
 from tests.refusal import refused
 
 B, T, D = 6, 5, 4
-CHANGED = "has no row for each sample"
+CHANGED = "has no row per sample"
 
 
 class Boxes(nn.Module):

@@ -49,7 +49,7 @@ def test_a_layer_is_reached(along: int) -> None:
     model = Stateful(along)
     make_private(model)
     model.set_input(torch.randn(3, 7, D, dtype=torch.float64))
-    with refused("give the method the batch as an argument", GraphError):
+    with refused("Pass the batch to the method as an argument", GraphError):
         model.loss()
     with torch.no_grad():
         model.loss()  # nothing is trained
@@ -95,7 +95,7 @@ def test_gradients_that_a_method_turns_on(couple: bool) -> None:
     expected = clipped_sum(grads, C)
     make_private(model, max_grad_norm=C)
     if couple:
-        with refused("depends on another sample's row"), torch.no_grad():
+        with refused("depends on another sample"), torch.no_grad():
             model.score(x)
         return
     with torch.no_grad():

@@ -50,7 +50,7 @@ LEAVES = {
 @pytest.mark.parametrize("what", LEAVES)
 def test_what_reaches_the_next_batch_is_refused(what: str) -> None:
     private = make_private(Carries(LEAVES[what]))[1]
-    with pytest.raises(UnsupportedLayerError, match=r"\['left'\] keep numbers of one batch"):
+    with pytest.raises(UnsupportedLayerError, match=r"\['left'\] keep values of one batch"):
         private(batch())
 
 
@@ -121,9 +121,7 @@ class Bank(nn.Module):
 def test_what_is_held_for_the_next_batch_is_refused(case: str) -> None:
     make, take = BANKS[case]
     private = make_private(Bank(make(), take))[1]
-    with pytest.raises(
-        FastclipError, match=r"'held.*keep numbers of one batch|another sample's row"
-    ):
+    with pytest.raises(FastclipError, match=r"'held.*keep values of one batch|another sample"):
         private(batch())
 
 
@@ -224,7 +222,7 @@ class Stateful(nn.Module):
 def test_a_state_that_its_size_guards_is_refused(case: str, seed: int) -> None:
     torch.manual_seed(seed)
     private = make_private(Stateful(case, carries=True))[1]
-    with pytest.raises(UnsupportedLayerError, match=r"'state.*keep numbers of one batch"):
+    with pytest.raises(UnsupportedLayerError, match=r"'state.*keep values of one batch"):
         private(torch.randn(3 + seed, D))
 
 
@@ -305,5 +303,5 @@ def test_a_list_that_modules_share_is_read_before_it_is_written() -> None:
     model.parts = model.parts[::-1]
     model.forward = lambda x: model.heads[1].mean() + nn.Sequential(*model.parts)(x)
     private = make_private(model.double())[1]
-    with pytest.raises(UnsupportedLayerError, match="keep numbers of one batch"):
+    with pytest.raises(UnsupportedLayerError, match="keep values of one batch"):
         private(batch())

@@ -94,7 +94,7 @@ def test_exact(case: str, b: int) -> None:
 
 def test_samples_that_cannot_be_found() -> None:
     _, private, _, _ = make_private(Model(lambda m, rows: m.layer(torch.cat(rows).sum(0))))
-    with pytest.raises(FastclipError, match=r"cannot be told|another sample's row"):
+    with pytest.raises(FastclipError, match=r"either may be the samples|depends on another sample"):
         private([torch.randn(6, D) for _ in range(3)])
 
 
@@ -192,7 +192,7 @@ def test_a_parameter_that_came_later(case: str, looked_at: bool) -> None:
         private(torch.randn(B, T, D))
     REPLACED[case](model)
     for _ in range(2):
-        with pytest.raises(StepError, match=r"come into the model since make_private"):
+        with pytest.raises(StepError, match=r"were added to the model after make_private"):
             private(torch.randn(B, T, D))
 
 
@@ -270,7 +270,7 @@ class Backwards(torch.autograd.Function):
 def test_gradients_that_follow_from_the_place_of_a_row(coupling) -> None:
     """Their values are the same everywhere."""
     _, private, _, _ = make_private(Model(lambda m, x: m.layer(coupling(m.layer(x)))))
-    with pytest.raises(FastclipError, match=r"its number in the batch|another sample's row"):
+    with pytest.raises(FastclipError, match=r"its position in the batch|another sample"):
         private(torch.randn(B, T, D))
 
 

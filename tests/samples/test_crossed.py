@@ -18,7 +18,7 @@ from tests.oracle import Batch, check_exact, make_private
 from tests.refusal import refused
 
 B, D, C = 8, 5, 0.1
-AGAINST = "cannot be told|is part of the loss|computed from itself alone|Your loss mixes samples"
+AGAINST = "either may be the samples|is part of the loss|independently of|Your loss mixes samples"
 CLASSES = torch.randn(B, D)
 
 
@@ -109,7 +109,7 @@ def test_rows_against_rows(case: str) -> None:
 
 
 def test_a_refusal_names_the_way_out() -> None:
-    with refused("scores of rows against rows.* return one loss a row"):
+    with refused("it mixes samples.* return one loss per sample"):
         change(scores, [one_for_all()])
 
 
@@ -172,7 +172,7 @@ TIME_FIRST: dict[str, tuple[Callable[..., Tensor], str]] = {
     "scores": (lambda m, x, y: m.q(x).mean(0) @ m.k(y).T, AGAINST),
     "attention to the others": (
         lambda m, x, y: (m.q(x).mean(0) @ m.k(y).T).softmax(1) @ m.k(y),
-        "depends on another sample's row",
+        "depends on another sample",
     ),
 }
 
@@ -201,7 +201,7 @@ def test_losses_of_pairs_inside() -> None:
     def use(model: Towers, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(scores(model, x, y), torch.arange(len(x)), reduction="none")
 
-    with refused("depends on another sample's row"):
+    with refused("depends on another sample"):
         change(use, [one_for_all()], lambda losses: losses.mean())
 
 
@@ -212,7 +212,7 @@ def test_sums_of_pairs_beside_rows() -> None:
         q, k = model.q(x), model.k(y)
         return {"rows": k, "pairs": q.sum(1)[:, None] + k.sum(1)[None]}
 
-    with refused("scores of rows against rows"):
+    with refused("it mixes samples"):
         change(use, [one_for_all()], lambda out: of_rows(out["pairs"]))
     assert change(use, [one_for_all()], lambda out: of_rows(out["rows"])) <= 1 + 1e-6
 
@@ -224,7 +224,7 @@ def test_the_nearest_of_the_batch(batch: int) -> None:
     def use(model: Towers, x: Tensor, y: Tensor) -> Tensor:
         return scores(model, x, y).topk(5).values
 
-    with refused("the model runs with .* rows of each, but not with 2 and 3"):
+    with refused("samples and not with 2 and 3"):
         change(use, [(rows(batch), rows(batch))])
 
 

@@ -107,7 +107,7 @@ def test_exact_under_the_draws_of_the_step(noise: Callable, beta: Tensor) -> Non
 
 
 @pytest.mark.parametrize(
-    ("noise", "why"), [(numpys_own, "torch's own functions"), (seeded, "its number in the batch")]
+    ("noise", "why"), [(numpys_own, "torch's functions"), (seeded, "its position in the batch")]
 )
 def test_numbers_of_a_rows_own(noise: Callable, why: str) -> None:
     _, private, _, _ = make_private(build(noise, torch.ones(1)))
@@ -208,7 +208,7 @@ def dropped(draw: Callable, coupling: Callable = lambda h: h) -> Dropped:
 @pytest.mark.one_in(6)
 def test_couplings_behind_draws(draw: Callable, coupling: Callable) -> None:
     _, private, _, _ = make_private(dropped(draw, coupling))
-    with refused("from itself alone"):
+    with refused("independently"):
         backward(private, torch.randn(8, D, dtype=torch.float64))
 
 
@@ -237,7 +237,7 @@ def test_a_mask_that_is_scaled_by_the_rest_of_it(mask: Callable[[Tensor], Tensor
     """As DropBlock does: how many entries of other rows are kept."""
     of_all = Dropped(lambda h: h * (m := mask(h)) * m.numel() / m.sum(), held).double()
     x = torch.randn(8, D, dtype=torch.float64)
-    with refused("from itself alone"):
+    with refused("independently"):
         backward(make_private(of_all)[1], x)
 
 
@@ -258,7 +258,7 @@ def test_a_number_for_all_that_follows_from_their_number(
 ) -> None:
     """Drawn as often as there are rows, it says how many there are."""
     x = torch.randn(8, D, dtype=torch.float64)
-    with refused("from itself alone"):
+    with refused("independently"):
         backward(make_private(Dropped(lambda h: h * number(h), held).double())[1], x)
 
 
@@ -266,13 +266,13 @@ def test_a_number_for_all_that_follows_from_their_number(
 def test_values_that_only_say_what_is_drawn(coupling: Callable) -> None:
     model = dropped(coupling, lambda h: torch.normal(h, 0.1))
     _, private, _, _ = make_private(model)
-    with refused("from itself alone"):
+    with refused("independently"):
         backward(private, torch.randn(8, D, dtype=torch.float64))
 
 
 def test_numbers_that_cannot_be_stopped() -> None:
     _, private, _, _ = make_private(dropped(lambda h: h * numpys_own(h), counted))
-    with refused("from itself alone"):
+    with refused("independently"):
         backward(private, torch.randn(8, D, dtype=torch.float64))
 
 
@@ -345,7 +345,7 @@ def test_a_coupling_among_such_draws(how: str) -> None:
             return super().forward(h, lengths)
 
     private = make_private(Shared(choose).double(), batch_size=8)[1]
-    with refused("computed from itself alone|depends on the number of rows"):
+    with refused("independently of the others|depends on the number of samples"):
         backward(private, Batch(ragged()))
 
 
@@ -377,7 +377,7 @@ def test_a_way_that_is_seldom_taken(seldom: Callable[[], bool], coupling: Callab
 
     _, private, optimizer, _ = make_private(dropped(lambda h: h, use))
     start(0)
-    with refused("from itself alone|mixes samples|position in the batch"):
+    with refused("independently|mixes samples|position in the batch"):
         for _ in range(300):
             backward(private, torch.randn(8, D, dtype=torch.float64))
             assert not taken[-1]
@@ -392,7 +392,7 @@ def test_a_seed_that_follows_from_the_batch() -> None:
             return super().forward(x, lengths)
 
     private = make_private(Seeded(CHOICES["numpy"]).double(), batch_size=8)[1]
-    with refused("draw with torch's own functions"):
+    with refused("draw them with torch's functions"):
         backward(private, Batch(ragged()))
 
 
@@ -405,7 +405,7 @@ def test_draws_that_nothing_counts(folded: bool) -> None:
             return (x[..., :2] * kept[:, None]).flatten(0, 1) if folded else kept
 
     private = make_private(Folded(until_apart).double(), batch_size=8)[1]
-    with refused("torch's own functions, or switch an augmentation .* off"):
+    with refused("draw them with torch's functions.* See errors.html#random-numbers"):
         backward(private, Batch(ragged()))
 
 

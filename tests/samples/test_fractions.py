@@ -56,7 +56,7 @@ def test_one_with_an_effect_is_an_error(how: str) -> None:
     """Though no batch that a look makes of this one shows it."""
     torch.manual_seed(0)
     private = make_private(Net(COUPLED[how]).double())[1]
-    with refused("depends on another sample's row"):
+    with refused("depends on another sample"):
         private(torch.randn(B, D, dtype=torch.float64))
 
 

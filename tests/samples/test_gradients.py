@@ -192,7 +192,7 @@ def test_gradients_that_change_from_pass_to_pass_are_told(monkeypatch: pytest.Mo
     make_private(WithNewOrder())[1](torch.randn(4, 3, 4)).sum().backward()
     assert NewOrder.passes
     monkeypatch.setattr(NewOrder, "changes", True)
-    with refused("draws random numbers.*Draw them in the forward pass"):
+    with refused("draws random numbers.*Draw the numbers in the forward pass"):
         make_private(WithNewOrder())[1](torch.randn(4, 3, 4))
 
 

@@ -15,7 +15,7 @@ from tests.oracle import assert_sums, backward, make_private, summed
 from tests.refusal import refused
 
 B, D = 6, 4
-COUPLED = "computed from itself alone"
+COUPLED = "independently of the others"
 Registers = Callable[[nn.Module, Callable[..., Any]], Any]
 
 

@@ -17,7 +17,7 @@ B, T, D, K = 4, 5, 6, 3
 WEIGHTS = torch.tensor([1.0, 20.0, 5.0])
 IGNORED = -100
 Loss = Callable[[Tensor, Tensor], Tensor]
-COUPLED = "is part of the loss|labels that count|mixes samples|from itself alone|whole batch"
+COUPLED = "is part of the loss|labels that count|mixes samples|independently|whole batch"
 
 
 def token_mean(scores: Tensor, labels: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def test_rows_of_one_length(case: str) -> None:
         check_exact(Pooled(pool), Batch((x, lengths)), dtype=torch.float64)
         return
     private = make_private(Pooled(pool).double())[1]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         private(x, lengths)
 
 
@@ -68,7 +68,7 @@ def test_rows_of_one_length(case: str) -> None:
 def test_behind_dropout(case: str) -> None:
     pool, _ = POOLS[case]
     private = make_private(Pooled(lambda h, n: pool(F.dropout(h), n)).double())[1]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         private(torch.randn(B, T, D, dtype=torch.float64), torch.full((B,), T))
 
 
@@ -80,7 +80,7 @@ def test_a_loss_inside(case: str) -> None:
     if apart:
         loss.backward()
         return
-    with refused("one loss a row"):
+    with refused("one loss per sample"):
         loss.backward()
 
 
@@ -108,5 +108,5 @@ def test_lengths_that_ids_tell(filler: int, case: str) -> None:
         check_exact(Words(pool, filler, told=True), Batch((ids,)), dtype=torch.float64)
         return
     private = make_private(Words(pool, filler, told=filler > 0).double())[1]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         private(ids)

@@ -104,7 +104,7 @@ def test_slices_are_of_their_sample(lengths: list[int]) -> None:
     for number, (bags, ys) in enumerate(batches):
         optimizer.zero_grad()
         if len({*map(len, bags)}) > 1:  # as many in all as before, but not of each
-            with refused("depends on the other samples|have no one place"):
+            with refused("mixes samples|have no fixed batch axis"):
                 private(bags).sum().backward()
             return
         F.cross_entropy(private(bags), torch.cat(ys)).backward()
@@ -116,7 +116,7 @@ def test_slices_are_of_their_sample(lengths: list[int]) -> None:
 @pytest.mark.parametrize("lengths", [[DRAWN] * 10, [3, 2, 4, 1, 3] * 2])
 def test_slices_are_no_samples(lengths: list[int]) -> None:
     private, _, batches = private_of(Bags("slices").double(), rows_of(lengths, True))
-    with refused("stack|depends on the other samples"):
+    with refused("stack|mixes samples"):
         private(next(batches)[0]).sum().backward()
 
 
@@ -150,7 +150,7 @@ class Entries(Bags):
 def test_rows_of_what_was_drawn(model: nn.Module, call: Callable[..., Tensor]) -> None:
     """As many entries as rows were drawn, but the rows in them are as many as outputs."""
     private, _, batches = private_of(model.double(), rows_of([3] * 10))
-    with refused("the data loader drew 5 rows"):
+    with refused("the data loader drew 5 samples"):
         call(private, next(batches)[0])
 
 
@@ -200,7 +200,7 @@ def test_what_holds_the_samples_cannot_be_told(how: str) -> None:
     """As many views as rows, or views along the first axis of what is returned."""
     private, _, batches = private_of(Views(how).double(), rows_of([DRAWN] * 10))
     given = list(torch.stack(next(batches)[0], 1))
-    with refused("cannot be told"):
+    with refused("either may be the samples"):
         private(given)
 
 

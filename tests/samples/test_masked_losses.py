@@ -46,7 +46,7 @@ def in_rows_at_least_one(r: Tensor, x: Tensor, mask: Tensor) -> Tensor:
 def test_a_mean_over_what_all_rows_hide(loss: Callable, share: float) -> None:
     torch.manual_seed(0)
     private = make_private(Masked(loss, share))[1]
-    with refused("return one loss a row|the number of rows|mixes samples"):
+    with refused("return one loss per sample|the number of samples|mixes samples"):
         private(torch.randn(B, D)).backward()
 
 

@@ -64,7 +64,7 @@ class Uncertain(nn.Module):
 def test_a_parameter_after_the_mean() -> None:
     x, labels = torch.randn(B, D), torch.arange(B) % 3
     make_private(Uncertain(False))[1](x, labels).backward()
-    with refused("before the mean"):
+    with refused("before a mean of losses"):
         make_private(Uncertain(True))[1](x, labels).backward()
 
 
@@ -79,7 +79,7 @@ class Unique(nn.Module):
 
 
 def test_ids_made_unique() -> None:
-    with refused("look the ids up directly"):
+    with refused("Look up the ids directly"):
         make_private(Unique())[1](torch.randint(0, 9, (B, 5)))
 
 

@@ -112,5 +112,5 @@ def test_rows_that_are_left_out() -> None:
     """A layer that takes the first rows of a large batch alone: their number decides."""
     private, optimizer = make_private(build(truncated))[1:3]
     step(private, optimizer, batch(*SMALL))
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         step(private, optimizer, batch(*3 * SMALL))

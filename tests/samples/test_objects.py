@@ -94,7 +94,7 @@ def test_lengths_in_an_object(kind: Callable[..., Any], of: Callable[..., Any]) 
         assert about.lengths is held
         assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-10)
     private = make_private(Pooled(own=False).double())[1]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         private(x, kind(lengths=of(lengths)))
 
 

@@ -136,5 +136,5 @@ def test_a_term_that_no_look_sees() -> None:
     for count in (6, 19, 19, 23):
         private(torch.randn(count, D))["rows"].mean().backward()
     for count in (19, 23):
-        with refused("return it in every call|return one loss a row"):
+        with refused("Return it in every call|one loss per sample"):
             private(torch.randn(count, D))["all"].backward()

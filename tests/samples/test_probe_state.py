@@ -46,7 +46,7 @@ def test_a_gate_is_opened(kind: str) -> None:
     """Whatever signs other parameters need, and where outputs are infinite on purpose."""
     for _ in range(4):
         private = make_private(Gated(kind))[1]
-        with refused("computed from itself alone"):
+        with refused("independently of the others"):
             private(torch.randn(B, D))
 
 
@@ -129,7 +129,7 @@ def test_a_mixup_that_draws_elsewhere(draw: str) -> None:
             return h + 0.1 * h[torch.from_numpy(own.permutation(len(h)))].detach()
 
     private = make_private(Mixing())[1]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         private(torch.randn(B, D))
 
 

@@ -101,7 +101,7 @@ def test_boxes_of_images(numbers: tuple[int, ...]) -> None:
     targets = [{"boxes": 3 * torch.rand(n, 4, dtype=torch.float64)} for n in numbers]
     check(Boxes(by_boxes=False), [(x[:n], targets[:n]) for n in (B, 4, B)], mean_loss)
     private = make_private(Boxes(by_boxes=True).double())[1]
-    with refused("one loss a row"):
+    with refused("one loss per sample"):
         private(x, targets).backward()
 
 
@@ -123,7 +123,7 @@ def test_weights_of_rows(weights: list[float]) -> None:
     x = torch.randn(B, D, dtype=torch.float64)
     check(Weighted(by_sum=False), [(x, weights), (x[:5], weights[:5])], mean_loss)
     private = make_private(Weighted(by_sum=True).double())[1]
-    with refused("one loss a row"):
+    with refused("one loss per sample"):
         private(x, weights).backward()
 
 

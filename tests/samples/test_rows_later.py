@@ -46,7 +46,7 @@ class Branching(nn.Module):
 def test_a_first_batch_that_says_nothing(first: Callable[[], Tensor], why: str) -> None:
     """The rows are held against each other at once, or when there are some; in any case."""
     private, optimizer = make_private(Branching(lambda m: True))[1:3]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         step(private, optimizer, first())
         step(private, optimizer, torch.randn(3, D))
 
@@ -56,7 +56,7 @@ def test_a_first_call_in_eval_mode() -> None:
     private.eval()
     private(torch.randn(B, D))
     private.train()
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         step(private, optimizer, torch.randn(B, D))
 
 
@@ -71,7 +71,7 @@ def test_a_branch_that_comes_later(state: str) -> None:
         step(private, optimizer, torch.randn(B, D))
     assert model.calls == 3  # looks leave no trace
     model.warm, model.stage = True, "end"
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         step(private, optimizer, torch.randn(B, D))
 
 
@@ -83,7 +83,7 @@ def test_more_rows_than_before() -> None:
         return torch.cat([two, h[2:]]) if len(h) > 4 else h
 
     private, optimizer = make_private(Hidden(use, "nothing"))[1:3]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         for b in (2, 3, 8):
             step(private, optimizer, torch.randn(b, T, D))
 
@@ -167,7 +167,7 @@ def test_rows_that_a_late_parameter_couples(monkeypatch: pytest.MonkeyPatch) -> 
     x = torch.randn(B, T, D)
     step(private, optimizer, x)
     LateParameter.switched.append(1)
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         private(x)
 
 

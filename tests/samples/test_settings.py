@@ -19,7 +19,7 @@ from tests.oracle import Batch, backward, check_exact, make_private
 from tests.refusal import refused
 
 B, D = 6, 4
-COUPLED = "computed from itself alone"
+COUPLED = "independently of the others"
 
 
 class Stage(enum.Enum):

@@ -119,7 +119,7 @@ class Mixed(nn.Module):
 def test_what_special_rows_change_is_refused(mix: Mix) -> None:
     """Rows of the first batch are ordinary."""
     private = make_private(Mixed(mix).double())[1]
-    with refused("from itself alone"):
+    with refused("independently"):
         private(torch.randn(B, T, D, dtype=torch.float64))
 
 
@@ -197,7 +197,7 @@ def test_losses_inside(name: str) -> None:
     if apart:
         private(x, y).backward()
         return
-    with refused("return one loss a row|from itself alone"):
+    with refused("return one loss per sample|independently"):
         private(x, y).backward()
 
 
@@ -239,5 +239,5 @@ def test_one_sample_chooses_the_way_of_all(k: int) -> None:
 
     torch.manual_seed(0)
     _, private, _, _ = make_private(Chooses().double())
-    with refused("from itself alone"):
+    with refused("independently"):
         sample_loss(private(3 * torch.randn(B, D, dtype=torch.float64))).mean().backward()

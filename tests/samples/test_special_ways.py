@@ -18,7 +18,7 @@ from tests.oracle import clipped_sum, make_private, summed
 from tests.refusal import refused
 
 B, T, D, K = 6, 5, 4, 3
-REFUSED = "from itself alone"
+REFUSED = "independently"
 Rows = Callable[[Tensor], tuple]
 
 

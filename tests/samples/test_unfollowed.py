@@ -55,7 +55,7 @@ GIVEN: dict[str, Callable[[Model, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", GIVEN)
 def test_functions_that_are_given(name: str) -> None:
     private = make_private(Model(GIVEN[name]))[1]
-    told = rf"^{name.split()[0]} at test_unfollowed\.py:\d+ runs functions"
+    told = rf"^{name.split()[0]} at test_unfollowed\.py:\d+ calls functions"
     for _ in range(2):
         with refused(told, UnsupportedLayerError):
             private(torch.randn(B, D))
@@ -91,7 +91,7 @@ def test_nested_inputs(layout: torch.layout, beside: bool, later: bool) -> None:
     if later:
         backward(private, (x, x) if beside else x)
     for _ in range(2):
-        with refused("^input [01]: expected a dense tensor, got a nested one", BatchSizeError):
+        with refused("^Input [01]: expected a dense tensor, got a nested tensor", BatchSizeError):
             private(*((x, nested(layout)) if beside else (nested(layout),)))
 
 
@@ -156,13 +156,13 @@ ONLY: dict[str, Callable[[Only, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ONLY)
 def test_a_function_of_the_users_alone(name: str) -> None:
     private = make_private(Only(ONLY[name]))[1]
-    with refused("parameter 'weight' was used where it could not be followed.*custom autograd"):
+    with refused("Parameter 'weight' is used where fastclip cannot follow it.*custom autograd"):
         backward(private, torch.randn(B, D))
 
 
 def test_calls_that_train_nothing_are_looked_at() -> None:
     private = make_private(Only(lambda m, x: Scale.apply(x - x.mean(0), m.weight)))[1]
-    with refused("another sample's row"):
+    with refused("another sample"):
         backward(private, torch.randn(B, D))
 
 

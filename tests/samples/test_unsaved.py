@@ -152,5 +152,5 @@ def test_models_that_compute_gradients_inside_are_looked_at(part: Callable) -> N
 @pytest.mark.parametrize("part", [torch.sin, *ASKING, *SAVING])
 def test_rows_that_are_coupled_in_large_batches_alone(part: Callable, group: int) -> None:
     private = make_private(Model(part, group))[1]
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         private(torch.randn(B, D))

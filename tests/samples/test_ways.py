@@ -22,7 +22,7 @@ from tests.oracle import (
 from tests.refusal import refused
 
 B, T, D = 6, 4, 5
-ORDERS = "keep one layout"
+ORDERS = "Use one order"
 
 
 class Ordered(nn.Module):
@@ -160,5 +160,5 @@ def test_a_layer_by_itself_that_sees_several_rows_a_sample() -> None:
     private, x = make_private(Ordered())[1], torch.randn(B, T, D)
     sample_loss(private(x)).mean().backward()
     layer = next(m for m in private.modules() if isinstance(m, Ordered)).layer
-    with refused("several rows a sample"):
+    with refused("several entries per sample"):
         layer(x.flatten(0, 1)).square().mean().backward()

@@ -320,7 +320,7 @@ def test_groups_of_a_part_do_not_serve_all_parts() -> None:
     run = start(flat(), torch.randn(64, 6), clipping=strategy, rows=4, poisson_sampling=False)
     x, y = batch(8, dtype=torch.float32)
     run[0].set_groups(y[:4])
-    with refused("4 groups for 8 rows", StepError):
+    with refused("4 groups for 8 samples", StepError):
         run[4](x, y)
 
 
@@ -367,7 +367,7 @@ def test_weights_of_the_loss() -> None:
     run = start(flat(), torch.randn(64, 6), poisson_sampling=False,
                 function=lambda m, x, y: (m(x) * own).square().sum(1))  # fmt: skip
     x, y = batch(dtype=torch.float32)
-    with refused("freeze it", ParameterLeakError):
+    with refused("outside the private model", ParameterLeakError):
         run[4](x, y)
 
 

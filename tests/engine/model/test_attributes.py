@@ -87,7 +87,7 @@ def test_another_head(trained: bool) -> None:
         optimizer.zero_grad()
     private.head, private.scale = nn.Linear(5, 7), torch.ones(7)
     assert private.head is private._module.head
-    with refused(r"\['head.weight', 'head.bias'\] have come into the model"):
+    with refused(r"\['head.weight', 'head.bias'\] were added to the model"):
         backward(private, x)
 
 

@@ -99,7 +99,7 @@ def test_unfrozen_gradually() -> None:
     frozen[0].requires_grad_(False)
     _, model, *_ = make_private(frozen, optimizer_params=[*frozen.parameters()])
     frozen[0].requires_grad_(True)
-    with refused("let all be trainable at make_private, freeze them before the first step"):
+    with refused("freeze them between make_private and the first step"):
         backward(model, x)
     model, (_, private, optimizer, _) = bare, make_private(copy.deepcopy(bare), max_grad_norm=0.1)
     for trained in (False, True):

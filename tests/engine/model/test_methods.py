@@ -201,7 +201,7 @@ def test_a_part_called_by_itself_that_couples() -> None:
 
     model = nn.Sequential(Centred(), nn.Linear(D, 2))
     make_private(model)
-    with refused("computed from itself alone"):
+    with refused("independently of the others"):
         model[1](model[0](torch.randn(B, T, D)))
 
 

@@ -146,7 +146,7 @@ def by_hand(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_a_loss_that_is_not_known_is_refused() -> None:
     x, y = tokens()
     _, private, _, _ = privately(Own(by_hand), model_loss="per_sample")
-    with refused("does not know this loss|return one loss a row"):
+    with refused("does not know this loss|return one loss per sample"):
         private(x, y).backward()
 
 

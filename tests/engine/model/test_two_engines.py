@@ -109,7 +109,7 @@ def test_plain_opacus_on_a_private_model(mode: str, how: str) -> None:
     net = model()
     _, held, optimizer = private(net, "fast")
     private(sharing(net, how), mode, opacus.PrivacyEngine, criterion=nn.CrossEntropyLoss())
-    with refused(r"another engine \(Opacus'\).*cleanup\(\)", StepError):
+    with refused(r"a second engine \(Opacus'\).*cleanup\(\)", StepError):
         backward(held)
     assert all(p.grad is None for p in net.parameters())
     with refused("another engine", StepError):
@@ -192,7 +192,7 @@ def test_made_private_again(mode: str) -> None:
     _, held, first = private(net, mode)
     _, held, second = private(held, mode)
     backward(held)
-    with pytest.raises(StepError, match="not private any more"):
+    with pytest.raises(StepError, match="made private again or cleaned up"):
         first.step()
     second.step()
 
@@ -211,7 +211,7 @@ def test_after_cleanup_in_another_mode(first: str, second: str) -> None:
     assert optimizer.original_optimizer is earlier.original_optimizer
     before = [p.detach().clone() for p in net.parameters()]
     backward(again)
-    with pytest.raises(ValueError, match=r"not private any more|not initialized"):
+    with pytest.raises(ValueError, match=r"made private again or cleaned up|not initialized"):
         earlier.step()
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
     optimizer.step()
@@ -226,7 +226,7 @@ def test_two_optimizers_of_one_model() -> None:
     _, held, second = private(held, "fast", optimizer=parts[1])
     backward(held)
     second.step()
-    with pytest.raises(StepError, match="not private any more"):
+    with pytest.raises(StepError, match="made private again or cleaned up"):
         first.step()
 
 
@@ -266,7 +266,7 @@ def test_summed_grad_is_there_to_be_read(mode: str, change: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     CHANGES[change](net.layer.weight)
-    with refused(r"summed_grad .* there to be read", StepError):
+    with refused(r"summed_grad .* was changed after", StepError):
         backward(held)
         optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))

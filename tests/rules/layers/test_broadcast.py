@@ -124,7 +124,7 @@ def test_a_leading_one_need_not_be_the_batch(x_shape: tuple, shape: tuple) -> No
     if len(shape) <= x.dim():
         check_exact(Gain(shape), x, dtype=torch.float64)
     else:  # [1, b, d]: one row of output
-        with refused("cannot tell which axis"):
+        with refused("batch axis of the model's inputs is unknown"):
             make_private(Gain(shape))[1](x)
 
 
@@ -233,5 +233,5 @@ def test_a_refusal_stays_a_refusal() -> None:
 
     _, private, _, _ = make_private(Coupled())
     for _ in range(2):
-        with pytest.raises(BatchSizeError, match="computed from itself alone"):
+        with pytest.raises(BatchSizeError, match="independently of the others"):
             private(torch.randn(4, 5, 6))

@@ -360,7 +360,7 @@ def test_few_samples(kind: str, b: int) -> None:
 def test_one_sequence_without_a_batch() -> None:
     """[t, d] is one sample, not t of them."""
     _, private, _, _ = make_private(rnn("lstm"))
-    with refused("row of the batch|samples"):
+    with refused("batch axis of the model|samples"):
         private(torch.randn(STEPS, 3))
 
 

@@ -267,7 +267,7 @@ def test_a_way_that_the_number_of_rows_decides_is_refused() -> None:
             x = self.inner(x).tanh()
             return x + 1e-3 * (x * bias) if len(x) > 4 else x
 
-    with pytest.raises(BatchSizeError, match="number of rows"):
+    with pytest.raises(BatchSizeError, match="number of samples"):
         check_exact(Shared(Larger()), padded(2, of=6), dtype=torch.float64)
 
 

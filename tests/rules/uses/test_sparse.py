@@ -57,5 +57,5 @@ def test_no_samples() -> None:
 def test_a_gradient_that_must_be_sparse() -> None:
     """torch takes no dense one there, and samples' gradients are."""
     model = Net(lambda m, x: torch.sparse.mm(torch.sparse.softmax(m.weight.to_sparse(), 1), x.T).T)
-    with refused("weight: the gradients of its samples cannot be computed.*dense"):
+    with refused("weight: the per-sample gradients cannot be computed.*dense"):
         backward(make_private(model)[1], torch.randn(B, D))
