@@ -160,13 +160,12 @@ else:
 
 
 VALUES_IN_LOSSES = (
-    "where a loss takes a value of parameters, compute that loss in the model's forward and return one "
-    "loss a row, [b] (a value that is returned once a row, with .expand(len(x), *value.shape), is exact "
-    "only where entry i goes into row i's own loss, before any mean)"
+    "Compute a loss of parameter values in the model's forward, and return one loss per sample, of "
+    "shape [b]"
 )
-"""A value of all samples' gradients, one of their mean foremost, cannot be told from a sample's own."""
+"""The fix if a loss depends on parameter values: its gradient may mix samples, a mean of losses say."""
 PER_SAMPLE = 'Pass model_loss="per_sample" to make_private'
-"""The way out of a mean cross entropy over the batch's labels that the model computes itself."""
+"""The fix if the model itself computes a mean cross entropy over the labels of the batch."""
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers", "importlib")
 _UNCOUNTED = "importlib._bootstrap"
 """Its frames are none for `stacklevel`."""

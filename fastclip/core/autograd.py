@@ -99,9 +99,10 @@ def refusing(x: Tensor, *gradients: Tensor | None) -> Tensor:
 def unopened(layer: str) -> GraphError:
     """A backward pass reached a layer, and nothing says where it began."""
     return GraphError(
-        f"the backward pass reached {layer} without passing through the output of the private model; "
-        "compute the loss from what the model's own forward returns, in one backward pass, or wrap "
-        "passes that must not train in engine.paused()"
+        f"The backward pass reached {layer} without passing through the output of the private "
+        "model. Compute the loss from what the model's own forward returns, or wrap the pass in "
+        "engine.paused() if it must not train.",
+        doc="untracked-use",
     )
 
 
@@ -115,10 +116,10 @@ class _Refusal(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
         raise GraphError(
-            "a loss that holds gradients taken through the private model (a gradient penalty, "
-            "create_graph=True) would be differentiated through it twice, and private layers can be "
-            "differentiated once: penalize the difference of its outputs at two inputs instead, "
-            "(model(x + e * v) - model(x)) / e, which needs one backward pass"
+            "The loss contains gradients taken through the private model, but private layers can "
+            "be differentiated only once. Penalize the difference of its outputs at two inputs "
+            "instead, (model(x + e * v) - model(x)) / e.",
+            doc="second-backward",
         )
 
 
@@ -144,9 +145,10 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     for x, lay in zip(found, ctx.lay, strict=True):
         if x is not None and (lay.expired() or lay.cdata != memory_of(x)):
             raise GraphError(
-                "saved_tensors_hooks have replaced a tensor that a private layer saved for its backward "
-                "pass, and what they make of a row may depend on the others (one scale for the batch): "
-                "use torch's own (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint)"
+                "saved_tensors_hooks replaced a tensor that a private layer saved, so one "
+                "sample's gradient may depend on other samples. Use torch's own hooks, "
+                "torch.autograd.graph.save_on_cpu or torch.utils.checkpoint.",
+                doc="changed-tensors",
             )
     return found
 
@@ -188,8 +190,9 @@ def takes_part(node: Any) -> bool:
         if "autograd.grad" in str(error):
             return False  # it asks for tensors, not for p.grad
         raise GraphError(
-            "torch does not say whether a parameter takes part in the backward pass "
-            f"({error}), so it might be left untrained; use loss.backward()"
+            f"Torch does not report whether a parameter takes part in the backward pass ({error}), "
+            "so it could be left untrained. Call loss.backward().",
+            doc="second-backward",
         ) from error
 
 

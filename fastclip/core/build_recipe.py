@@ -33,7 +33,7 @@ class NoCompiler(NotBuilt):
 def check_system() -> None:
     """Raise NoCompiler where modules are not built."""
     if sys.platform != "linux":
-        raise NoCompiler(f"it is built on Linux only, and this is {sys.platform}")
+        raise NoCompiler(f"Modules are built on Linux only, and this is {sys.platform}.")
 
 
 def find_cxx() -> str:
@@ -43,13 +43,15 @@ def find_cxx() -> str:
         try:
             program, *arguments = shlex.split(command)
         except ValueError as error:
-            raise NotBuilt(f"CXX={named} is no command ({error}): check its quotes") from error
+            raise NotBuilt(
+                f"CXX={named} is not a valid command ({error}). Check its quotes."
+            ) from error
         found = shutil.which(program)
         if found is not None:
             return shlex.join([found, *arguments])
     if named:
-        raise NotBuilt(f"CXX={named} is not on PATH: let it name a C++ compiler, or unset it")
-    raise NoCompiler("there is no C++ compiler: install g++ or let CXX name one")
+        raise NotBuilt(f"CXX={named} is not on PATH. Set CXX to a C++ compiler, or unset it.")
+    raise NoCompiler("No C++ compiler is installed. Install g++, or set CXX to a compiler.")
 
 
 def find_torch() -> Path:
@@ -57,8 +59,9 @@ def find_torch() -> Path:
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise NoCompiler(
-            "torch is not installed where it would be built (pip isolates builds): fastclip compiles it "
-            "in the background where it runs, or pip install --no-build-isolation does now"
+            "Torch is missing in the build environment (pip isolates builds), so fastclip "
+            "compiles in the background at run time. Pass --no-build-isolation to pip to build "
+            "now."
         )
     return Path(found.origin).parent
 
@@ -77,7 +80,7 @@ def plain_flags(sources: Path, pybind11: str | Path) -> list[str]:
     """
     python = sysconfig.get_path("include")
     if not Path(python, "Python.h").is_file():
-        raise NotBuilt(f"there is no Python.h in {python}: install python3-dev (python3-devel)")
+        raise NotBuilt(f"Python.h is missing in {python}. Install python3-dev (python3-devel).")
     headers = [flag for path in (pybind11, python) for flag in ("-isystem", str(path))]
     return ["-std=c++17", "-O3", f"-I{sources}", *headers]
 
@@ -88,7 +91,7 @@ def torch_headers() -> list[Path]:
     found = [include, include / "torch" / "csrc" / "api" / "include"]
     for header in (include / "pybind11" / "pybind11.h", found[1] / "torch" / "version.h"):
         if not header.is_file():
-            raise NotBuilt(f"torch came without {header}: install torch's own wheel")
+            raise NotBuilt(f"Torch came without {header}. Install torch's own wheel.")
     return found
 
 

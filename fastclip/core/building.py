@@ -41,7 +41,7 @@ def cache_folder() -> Path:
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise OSError(f"{error}: let FASTCLIP_CACHE name a folder") from error
+        raise OSError(f"{error}. Set FASTCLIP_CACHE to a folder.") from error
     return root.absolute() / "fastclip"
 
 
@@ -117,7 +117,7 @@ def check_folder(place: Place) -> None:
             check_own(folder)
     there = next(path for path in (place.folder, *place.folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written to")
+        raise PermissionError(f"{there} is not writable")
 
 
 def check_own(path: Path) -> None:
@@ -147,7 +147,7 @@ def load(place: Place) -> ModuleType:
     # pybind11 keeps modules by their names, and the package's may be another torch's.
     spec = importlib.util.spec_from_file_location(f"{__package__}.{place.name}", place.library)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{place.library} is no module of this Python")
+        raise ImportError(f"{place.library} is not a module of this Python")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[f"fastclip.{place.name}"] = module
@@ -206,13 +206,13 @@ def find(name: str, part: str) -> ModuleType:
     """
     MISSING[name] = Missing(part, "")
     if is_off():
-        raise ImportError("nothing is compiled where it runs")
+        raise ImportError("fastclip compiles nothing at run time here")
     try:
         place = place_of(name, part)
         module = load(place)
         check_mark(module, place)
     except FileNotFoundError as error:
-        raise ImportError(f"no fastclip.{name} is in the cache yet") from error
+        raise ImportError(f"The cache has no fastclip.{name} yet") from error
     except (OSError, ImportError) as error:
         MISSING[name] = Missing(part, str(error))
         raise ImportError(str(error)) from error
@@ -259,9 +259,10 @@ def compile_missing() -> None:
         return
     if begun:
         say(
-            f"fastclip compiles its C++ parts for torch {torch.__version__} in the background, which "
-            "takes a few minutes. They serve from the next start on, and Python until then; "
-            "FASTCLIP_BUILD=0 turns this off"
+            f"fastclip compiles its C++ parts for torch {torch.__version__} in the background (a "
+            "few minutes), and uses them from the next start on. Set FASTCLIP_BUILD=0 to turn "
+            "this off.",
+            doc="missing-libraries",
         )
 
 
@@ -368,16 +369,16 @@ def state_of(name: str) -> State:
     if name not in MISSING:
         return State("package", f"of the package, {fits}")
     if sys.platform != "linux":
-        return State("impossible", f"fastclip.{name} is built on Linux only")
+        return State("impossible", f"fastclip.{name} is built on Linux only.")
     if is_off():
-        return State("off", f"FASTCLIP_BUILD=0 leaves out fastclip.{name}: unset it")
+        return State("off", f"FASTCLIP_BUILD=0 leaves out fastclip.{name}. Unset it.")
     named = f"fastclip.{name} {fits}"
     try:
         return _missing(place_of(name, MISSING[name].part), MISSING[name].refused, named)
     except NotBuilt as reason:
-        return State("impossible", f"{named} cannot be compiled: {reason}")
+        return State("impossible", f"{named} cannot be compiled. {reason}")
     except OSError as reason:
-        told = f"{named} cannot be kept ({reason}): let FASTCLIP_CACHE name a folder of your own"
+        told = f"{named} cannot be stored ({reason}). Set FASTCLIP_CACHE to a folder of your own."
         return State("impossible", told)
 
 
@@ -386,16 +387,16 @@ def _missing(place: Place, refused: str, named: str) -> State:
     check_folder(place)
     if is_locked(place):
         seconds = time.time() - place.lock.stat().st_mtime
-        told = f"{named} is being compiled since {seconds:.0f} s: start again when it is done"
+        told = f"{named} has been compiling for {seconds:.0f} s. Start again when it is done."
         return State("compiling", told)
     if place.library.exists():
         if refused:
-            return State("refused", f"{named} is not loaded ({refused}): delete {place.library}")
-        return State("compiled", f"{named} was compiled since this process began: start again")
+            return State("refused", f"{named} is not loaded ({refused}). Delete {place.library}.")
+        return State("compiled", f"{named} was compiled after this process began. Start again.")
     if was_tried(plan_of(place)):
-        told = f"{named} did not compile, {place.log} says why: mend that, and delete this file"
+        told = f"{named} did not compile, see {place.log}. Fix the cause, and delete this file."
         return State("failed", told)
-    return State("due", f"{named} is compiled in the background by the next make_private")
+    return State("due", f"The next make_private compiles {named} in the background.")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -422,7 +423,7 @@ def check_built(name: str, folder: str, compiler: str) -> None:
     try:
         _of_the_package(name, folder, compiler)
     except _OtherSources as error:
-        say(str(error))
+        say(str(error), doc="missing-libraries")
         raise
 
 
@@ -442,7 +443,7 @@ def of_this_torch(name: str, folder: str) -> ModuleType:
             return find(name, folder)
         except ImportError:
             if isinstance(error, _OtherSources):
-                say(str(error))
+                say(str(error), doc="missing-libraries")
         raise
 
 
@@ -450,16 +451,16 @@ def _of_the_package(name: str, folder: str, compiler: str) -> ModuleType:
     try:
         module = importlib.import_module(f"fastclip.{name}")
     except ImportError as error:
-        told = f"fastclip.{name} is not built ({error}): {how_to_build(compiler)}"
+        told = f"fastclip.{name} is not built ({error}). {how_to_build(compiler)}"
         raise ImportError(told) from error
     versions: dict[str, str] = getattr(module, "versions", dict)()
     torch = importlib.import_module("torch") if "torch" in versions else None
     if torch is not None and versions["torch"] != torch.__version__.partition("+")[0]:
-        raise ImportError(f"fastclip.{name} was compiled against another torch")
+        raise ImportError(f"fastclip.{name} was compiled against another torch.")
     if not is_current(folder, versions.get("sources", "")):
         raise _OtherSources(
-            f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is not "
-            f"used: {how_to_build(compiler)}"
+            f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is "
+            f"not used. {how_to_build(compiler)}"
         )
     return module
 
@@ -467,8 +468,8 @@ def _of_the_package(name: str, folder: str, compiler: str) -> ModuleType:
 def how_to_build(compiler: str, package: Path = Path(__file__).parents[1]) -> str:
     """What to do where a module of csrc/ is absent, in a checkout or where a wheel was installed."""
     if (package.parent / "csrc").is_dir():
-        return f"`make build` with {compiler} on PATH builds it"
+        return f"Run `make build` with {compiler} on PATH."
     return (
-        f"reinstall fastclip from its source distribution with {compiler} on PATH (pip install "
-        "--force-reinstall --no-deps fastclip-VERSION.tar.gz builds it)"
+        f"Reinstall fastclip from its source distribution with {compiler} on PATH: pip install "
+        "--force-reinstall --no-deps fastclip-VERSION.tar.gz."
     )

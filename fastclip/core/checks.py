@@ -17,7 +17,7 @@ def positive(name: str, value: object) -> float:
     """`value` as a positive finite float."""
     number = _number(name, value, "a positive number")
     if not 0 < number < float("inf"):
-        raise ArgumentError(f"{name} expects a positive finite number, got {value!r}")
+        raise ArgumentError(f"{name} expects a positive finite number, got {value!r}.")
     return number
 
 
@@ -25,7 +25,7 @@ def not_negative(name: str, value: object) -> float:
     """`value` as a finite float of at least 0."""
     number = _number(name, value, "a number >= 0")
     if not 0 <= number < float("inf"):
-        raise ArgumentError(f"{name} expects a finite number >= 0, got {value!r}")
+        raise ArgumentError(f"{name} expects a finite number >= 0, got {value!r}.")
     return number
 
 
@@ -38,7 +38,7 @@ def between(
     number = _number(name, value, expected)
     allowed = (closed and number == high) or (zero and number == 0)
     if not (low < number < high or allowed):
-        raise ArgumentError(f"{name} expects {expected}, got {value!r}")
+        raise ArgumentError(f"{name} expects {expected}, got {value!r}.")
     return number
 
 
@@ -47,10 +47,10 @@ def whole(name: str, value: object, least: int) -> int:
     number = _plain(value)
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise ArgumentTypeError(
-            f"{name} expects an integer, got {value!r} ({type(value).__name__})"
+            f"{name} expects an integer, got {value!r} ({type(value).__name__})."
         )
     if number < least:
-        raise ArgumentError(f"{name} expects an integer of at least {least}, got {value}")
+        raise ArgumentError(f"{name} expects an integer of at least {least}, got {value}.")
     return int(number)
 
 
@@ -69,6 +69,6 @@ def _number(name: str, value: object, expected: str) -> float:
     number = _plain(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ArgumentTypeError(
-            f"{name} expects {expected}, got {value!r} ({type(value).__name__})"
+            f"{name} expects {expected}, got {value!r} ({type(value).__name__})."
         )
     return float(number)

@@ -93,8 +93,8 @@ def _check_names() -> None:
     lacking += [f"Parameter.{name}" for name in (OPACUS_MARK, _CURRENT) if name not in known]
     if lacking:
         raise ImportError(
-            f"Opacus {VERSION} has no {', '.join(lacking)}, which fastclip needs; install a version "
-            f"that {_TESTED}: pip install opacus=={TESTED[-1]}"
+            f"Opacus {VERSION} lacks {', '.join(lacking)}, which fastclip needs. Install a version "
+            f"that {_TESTED}: pip install opacus=={TESTED[-1]}."
         )
 
 
@@ -106,8 +106,9 @@ def _check_version() -> None:
 
     if numbers(VERSION) > numbers(TESTED[-1]):
         say(
-            f"Opacus {VERSION} is newer than the versions that {_TESTED}; if results look odd, "
-            f"pip install opacus=={TESTED[-1]}"
+            f"Opacus {VERSION} is newer than the versions that {_TESTED}. If results look wrong, "
+            f"run pip install opacus=={TESTED[-1]}.",
+            doc="missing-libraries",
         )
 
 
@@ -189,8 +190,9 @@ def check_mode(mode: str, module: Any, *, wrap_model: bool) -> None:
         what = f"a model of fully_shard in grad_sample_mode={mode!r}"
     if what is not None:
         raise ArgumentError(
-            f"{what} expects Opacus 1.6, and {VERSION} is installed; install opacus>=1.6, or omit "
-            "grad_sample_mode"
+            f"{what} expects Opacus 1.6, got {VERSION}. Install opacus>=1.6, or omit "
+            "grad_sample_mode.",
+            doc="missing-libraries",
         )
 
 
@@ -216,7 +218,10 @@ else:
     ) -> None:
         """Let `create_accountant` of this module know another mechanism."""
         if not force and mechanism in ("rdp", "gdp", "prv", *_OTHERS):
-            raise ValueError(f"an accountant for {mechanism!r} is registered already")
+            raise ValueError(
+                f"An accountant for {mechanism!r} is registered already. Pass force=True to "
+                "replace it."
+            )
         _OTHERS[mechanism] = accountant
 
     def create_accountant(mechanism: str) -> IAccountant:

@@ -18,10 +18,10 @@ MODEL, LOADER = "_prepare_model", "_prepare_data_loader"
 OPTIMIZER, CRITERION = "_prepare_optimizer", "_prepare_criterion"
 METHODS = (MODEL, LOADER, OPTIMIZER, CRITERION)
 _HARM = {
-    MODEL: "model than that of super(), whose gradients nobody clips",
-    LOADER: "data loader than that of super(), whose draws nobody counts",
-    OPTIMIZER: "optimizer than that of super(), whose steps nobody accounts for",
-    CRITERION: "criterion than that of super(), whose gradients nobody clips",
+    MODEL: "model than super(), so its gradients would not be clipped",
+    LOADER: "data loader than super(), so its batches would not be counted",
+    OPTIMIZER: "optimizer than super(), so its steps would not be accounted for",
+    CRITERION: "criterion than super(), so its gradients would not be clipped",
 }
 
 
@@ -75,8 +75,9 @@ class Preparation:
         who = overriding(self.engine, name)
         if name in self.made or name not in self._asked:
             raise ArgumentError(
-                f"super().{name} is called once in each make_private, and {who} calls it again; call it "
-                "once, and keep what it returns"
+                f"{who} calls super().{name} again, which each make_private calls once. Call it "
+                "once, and keep what it returns.",
+                doc="layer-rule",
             )
         make, before, asked = self._asked[name]
         others = [key for key in given if key not in asked or not _same(given[key], asked[key])]
@@ -84,8 +85,10 @@ class Preparation:
             others.append("module" if name == MODEL else "data_loader")
         if others:
             raise ArgumentError(
-                f"{who} passes another {others[0]} to super() than it was called with, which would not "
-                "be what is accounted for; pass it on unchanged (give make_private the other)"
+                f"{who} passes another {others[0]} to super() than it received, so accounting "
+                "would not fit the run. Pass it on unchanged, and give make_private the other "
+                "one.",
+                doc="layer-rule",
             )
         self.made[name] = make()
         return self.made[name]
@@ -99,8 +102,9 @@ class Preparation:
         made = self.made.get(name)
         if made is None or not (returned is made if same is None else same):
             raise ArgumentError(
-                f"{overriding(self.engine, name)} returns another {_HARM[name]}; return that one, "
-                "changed in place if need be"
+                f"{overriding(self.engine, name)} returns another {_HARM[name]}. Return what "
+                "super() returned, changed in place if needed.",
+                doc="layer-rule",
             )
 
 
@@ -111,8 +115,9 @@ def own_method(name: str) -> Callable[..., Any]:
         running = _RUNNING.get()
         if running is None or running.engine is not self:
             raise StepError(
-                f"{type(self).__name__}.{name} is a part of make_private, and was called by itself, so "
-                "that nobody would account for what it makes; call make_private"
+                f"{type(self).__name__}.{name} is part of make_private, and a direct call would "
+                "not be accounted for. Call make_private.",
+                doc="layer-rule",
             )
         return running.make(name, *first, **given)
 
@@ -142,9 +147,10 @@ def check_reached(engine: object, own: type) -> None:
                 "opacus",
             ):
                 raise ArgumentError(
-                    f"{kind.__name__}.{name} stands behind FastPrivacyEngine, which would not call it; "
-                    f"name {kind.__name__} before FastPrivacyEngine among the bases of "
-                    f"{type(engine).__name__}"
+                    f"{kind.__name__}.{name} comes after FastPrivacyEngine in the method order, so "
+                    f"it would not be called. Name {kind.__name__} before FastPrivacyEngine among "
+                    f"the bases of {type(engine).__name__}.",
+                    doc="layer-rule",
                 )
 
 

@@ -43,8 +43,8 @@ def write_whole(path: Any, write: Callable[[Any], None]) -> None:
     old = final.stat() if final.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise ArgumentError(
-            f"a file expects a name that is free, or a regular file's, got {path}, which is "
-            f"{_kind(old.st_mode)}; name another one"
+            f"A file expects a name that is free, or a regular file's, got {path}, which is "
+            f"{_kind(old.st_mode)}. Choose another name."
         )
     part = _new_part(final.parent, 0o666 if old is None else 0o600)
     try:

@@ -472,7 +472,7 @@ def traced(mode: TorchDispatchMode) -> Iterator[None]:
     """This thread's operations are heard by `mode`, which makes a graph of them; RuntimeError where
     others hear of them, too."""
     if dispatch_modes():
-        raise RuntimeError("another mode hears of operations")
+        raise RuntimeError("Another dispatch mode is active.")
     _placed.add(mode)
     with mode:
         yield

@@ -128,27 +128,35 @@ def mismatch(
 ) -> str | None:
     """What is wrong with the arguments of `clip_accumulate`, in one sentence, or None."""
     if not len(grad_samples):
-        return "clip_accumulate expects per-sample gradients of at least one parameter, got none"
+        return "clip_accumulate expects per-sample gradients of at least one parameter, got none."
     first = grad_samples[0]
     for i, g in enumerate(grad_samples):
         if g.dtype not in TYPES:
-            return f"grad_samples[{i}] expects float32, float64, float16 or bfloat16, got {g.dtype}"
+            return (
+                f"grad_samples[{i}] expects float32, float64, float16 or bfloat16, got {g.dtype}."
+            )
         if not g.dim():
-            return f"grad_samples[{i}] expects a shape [b, ...], got a scalar"
+            return f"grad_samples[{i}] expects a shape [b, ...], got a scalar."
         if g.device != first.device:
-            return f"grad_samples[{i}] is on {g.device}, but grad_samples[0] on {first.device}"
+            return f"grad_samples[{i}] expects {first.device} as grad_samples[0], got {g.device}."
         if len(g) != len(first):
-            return f"grad_samples[{i}] holds {len(g)} samples, but grad_samples[0] {len(first)}"
+            return (
+                f"grad_samples[{i}] expects {len(first)} samples as grad_samples[0], got {len(g)}."
+            )
     expected = f"one threshold, or one for each of the {len(grad_samples)} parameter tensors"
     if isinstance(thresholds, Tensor):
         fits = thresholds.dim() == 0 or thresholds.shape == (len(grad_samples),)
-        return None if fits else f"expected {expected}, got a tensor {list(thresholds.shape)}"
+        return (
+            None
+            if fits
+            else f"thresholds expects {expected}, got a tensor {list(thresholds.shape)}."
+        )
     values = numbers_of(thresholds)
     if is_per_layer(thresholds) and len(values) != len(grad_samples):
-        return f"expected {expected}, got {len(values)}"
+        return f"thresholds expects {expected}, got {len(values)}."
     for value in values:
         if not _number(value) or not 0 < value < math.inf:  # type: ignore[operator]
-            return f"a threshold expects a positive number, got {value!r}"
+            return f"thresholds expects positive finite numbers, got {value!r}."
     return None
 
 
@@ -298,8 +306,9 @@ def check_std(std: float) -> float:
     """
     if not 0 <= std < math.inf:
         raise ArgumentError(
-            f"the standard deviation of noise expects a finite number >= 0, got {std}: look at "
-            "noise_multiplier and max_grad_norm, and at what schedulers make of them"
+            f"The standard deviation of the noise expects a finite number >= 0, got {std}. Check "
+            "noise_multiplier, max_grad_norm and what schedulers make of them.",
+            doc="noise",
         )
     return std
 
@@ -311,7 +320,7 @@ def check_floating(out: Tensor) -> None:
         ArgumentTypeError: for integers and complex numbers.
     """
     if not out.is_floating_point():
-        raise ArgumentTypeError(f"noise expects a real floating-point tensor, got {out.dtype}")
+        raise ArgumentTypeError(f"noise expects a real floating-point tensor, got {out.dtype}.")
 
 
 @operation

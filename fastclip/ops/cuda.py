@@ -269,7 +269,7 @@ def _in_arithmetic_of(gradient: Tensor, total: Tensor) -> Tensor:
     if total.shape != gradient.shape:
         raise ArgumentError(
             f"noise_finalize expects sums of the parameters' shapes, got {list(total.shape)} for a "
-            f"parameter of {list(gradient.shape)}"
+            f"parameter of {list(gradient.shape)}."
         )
     wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     if total.dtype == wide and total.is_contiguous() and not total.is_neg():
@@ -294,7 +294,7 @@ def _draw(
     on_device = None
     if isinstance(std, Tensor):
         if std.numel() != 1:
-            raise ArgumentError(f"std expects a scalar tensor, got the shape {list(std.shape)}")
+            raise ArgumentError(f"std expects a scalar tensor, got shape {list(std.shape)}.")
         on_device = std.detach().to(device, torch.float64, non_blocking=True)
     elif check_std(std) == 0:
         _C.noise_silent(rows=rows, divisor=divisor, **here)

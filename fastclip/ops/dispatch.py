@@ -53,7 +53,7 @@ class _State:
 def _from_environment() -> str:
     name = os.environ.get("FASTCLIP_BACKEND", "auto").strip().lower()
     if name not in BACKENDS:
-        raise ArgumentError(f"FASTCLIP_BACKEND expects one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ArgumentError(f"FASTCLIP_BACKEND expects one of {', '.join(BACKENDS)}, got {name!r}.")
     return name
 
 
@@ -200,15 +200,16 @@ def _give_up(key: str, reason: str, *, warn: bool) -> None:
     if warn:
         backend, name = key.split()
         say(
-            f"the {backend} kernel of {name} is not used ({reason}); its PyTorch reference takes "
-            "over. `python -m fastclip.doctor` tells more"
+            f"The {backend} kernel of {name} is not used ({reason}), and its PyTorch reference "
+            "replaces it. Run `python -m fastclip.doctor` for details.",
+            doc="missing-libraries",
         )
 
 
 def backend_of(name: str, device: torch.device) -> tuple[str, str]:
     """Which backend an operation will use on `device`, and why: what the doctor prints."""
     if name not in OPERATIONS and name not in LOOPS:
-        raise ArgumentError(f"expected one of {sorted(OPERATIONS | LOOPS)}, got {name!r}")
+        raise ArgumentError(f"name expects one of {sorted(OPERATIONS | LOOPS)}, got {name!r}.")
     if _STATE.requested == "reference":
         return "reference", "FASTCLIP_BACKEND=reference"
     reasons = []
@@ -227,7 +228,7 @@ def backend_of(name: str, device: torch.device) -> tuple[str, str]:
 def use_backend(name: str) -> Iterator[None]:
     """Use one backend inside the block, whatever the environment says (tests, benchmarks)."""
     if name not in BACKENDS:
-        raise ArgumentError(f"backend expects one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ArgumentError(f"backend expects one of {', '.join(BACKENDS)}, got {name!r}.")
     before, _STATE.requested = _STATE.requested, name
     try:
         yield

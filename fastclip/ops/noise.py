@@ -308,16 +308,18 @@ def check_not_captured(device: torch.device) -> None:
     """Raise StepError while a CUDA graph is captured: it would hold one key, for every replay."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StepError(
-            "secure noise cannot be part of a CUDA graph, whose replays would all draw the same: "
-            "leave optimizer.step() out of the capture, or train without secure_mode"
+            "Secure noise cannot be captured in a CUDA graph, because every replay would draw the "
+            "same noise. Leave optimizer.step() out of the capture, or train without secure_mode.",
+            doc="secure-mode",
         )
 
 
 @functools.cache
 def _say_that_it_is_slow() -> None:
     say(
-        "secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA extension "
-        f"does not serve: {how_to_build('nvcc')}, `python -m fastclip.doctor` says what is missing"
+        "Secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA "
+        f"extension is not available. {how_to_build('nvcc')}",
+        doc="missing-libraries",
     )
 
 
@@ -368,10 +370,10 @@ class DrawnStates:
         state = hashlib.blake2b(words, digest_size=16).digest()
         if state in self._seen:
             raise StepError(
-                "the noise of this step expects a state of its generator that no other step of this "
-                "engine has drawn from, got one that has (a seed or state was set again), so whoever "
-                "sees both could subtract it: seed every run otherwise or not at all, give a run that "
-                "is to be repeated a FastPrivacyEngine of its own, or train with secure_mode=True"
+                "The noise generator repeats a state that an earlier step used, so the noise of "
+                "the two steps could be subtracted. Remove the call that resets its seed, or use "
+                "secure_mode=True.",
+                doc="repeated-noise",
             )
         self._seen.add(state)
 

@@ -63,8 +63,8 @@ def require_cipher() -> Any:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as error:
         raise SecureModeError(
-            "secure mode draws from the cipher of the cryptography package, which cannot be "
-            f"imported ({error}): pip install cryptography"
+            "Secure mode needs the cipher of the cryptography package, which cannot be imported "
+            f"({error}). Run pip install cryptography."
         ) from error
     return lambda key: Cipher(algorithms.ChaCha20(key, bytes(16)), None)
 
@@ -192,9 +192,9 @@ def claim(
     """
     if generator is not None and generator.initial_seed() == _UNSEEDED:
         raise StepError(
-            f"{what} cannot come from a generator that was never seeded: torch.Generator() makes the "
-            "same numbers in every process, which anybody can make again; call its seed(), or "
-            "manual_seed with a number that nobody knows, or pass none"
+            f"The generator of {what} was never seeded, so it makes the same numbers in every "
+            "process. Call its seed() method, or pass no generator.",
+            doc="noise",
         )
     where = torch.device(device) if generator is None else generator.device
     if where.type != "cpu":
@@ -204,10 +204,10 @@ def claim(
     _, drew, then = _drawn.get(id(stream), (stream, process, seed))
     if drew != process and then == seed:
         raise StepError(
-            f"this process is a fork of one that drew {what} from the same generator, and both would "
-            "draw the same: seed it anew here, with a seed that no other process has "
-            "(torch.manual_seed, or manual_seed of the generator that was passed), or train with "
-            "secure_mode=True"
+            f"This process is a fork of one that drew {what} from the same generator, so both "
+            "would draw the same numbers. Seed it here with a number that no other process uses, "
+            "or pass secure_mode=True.",
+            doc="noise",
         )
     if len(_drawn) >= _MOST and id(stream) not in _drawn:
         _forget()
@@ -333,7 +333,8 @@ def check_not_globally_seeded(generator: torch.Generator) -> None:
         alike = seed_of(generator) == seed_of(torch.default_generator)
     if alike:
         raise StepError(
-            "noise_generator expects a seed of its own, got that of torch's global generator, so the "
-            "noise would be made of the random words of initial weights and dropout: seed it otherwise, "
-            "e.g. noise_generator.manual_seed(torch.initial_seed() + 1)"
+            "noise_generator expects a seed of its own, got that of torch's global generator, so "
+            "noise would repeat random words of initial weights and dropout. Call "
+            "noise_generator.manual_seed(torch.initial_seed() + 1).",
+            doc="noise",
         )

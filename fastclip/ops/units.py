@@ -51,26 +51,28 @@ class UnitSamples:
         if not isinstance(owner, Tensor) or owner.dtype != torch.int64 or owner.dim() != 1:
             got = f"{owner.dtype} {list(owner.shape)}" if isinstance(owner, Tensor) else repr(owner)
             raise ArgumentTypeError(
-                f"UnitSamples expects owner as an int64 tensor [rows], got {got}; number the units of "
-                "this batch from 0 and give each row the number of its unit"
+                f"UnitSamples expects owner as an int64 tensor [samples], got {got}. Number the "
+                "units of this batch from 0, and give each sample the number of its unit.",
+                doc="privacy-units",
             )
         if self.reduction not in ("mean", "sum"):
             raise ArgumentError(
-                f'UnitSamples expects reduction="mean" or "sum", got {self.reduction!r}'
+                f'UnitSamples expects reduction="mean" or "sum", got {self.reduction!r}.'
             )
         if self.count < 0 or (self.count > 0) != (self.largest > 0):
             raise ArgumentError(
-                "UnitSamples expects count and largest both positive, or both 0 for the "
-                "placeholders of an "
-                f"empty draw, got count={self.count} and largest={self.largest}"
+                "UnitSamples expects count and largest both positive, or both 0 for an empty "
+                f"sampled batch, got count={self.count} and largest={self.largest}.",
+                doc="privacy-units",
             )
         if self.count and (sizes := self.sizes) is not None:
             bad = len(owner) and int(owner.min()) < 0
             if bad or len(sizes) != self.count or not all(sizes) or max(sizes) != self.largest:
                 raise ArgumentError(
-                    f"UnitSamples expects count={self.count} units numbered from 0, each with a row and "
-                    f"the largest with largest={self.largest}; got "
-                    + ("a negative number" if bad else f"units of {sizes[:8]} rows")
+                    f"UnitSamples expects count={self.count} units numbered from 0, each with a sample "
+                    f"and the largest with largest={self.largest}, got "
+                    + ("a negative number." if bad else f"units of {sizes[:8]} samples."),
+                    doc="privacy-units",
                 )
 
     def __len__(self) -> int:

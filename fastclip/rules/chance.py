@@ -121,8 +121,9 @@ def is_of_torch(func: Callable) -> bool:
 def other_numbers(label: str, what: str) -> GraphError:
     """A function that was called again did not do what it did."""
     return GraphError(
-        f"{label}: called again for the samples' gradients, it gives other {what}, which would make "
-        "them wrong. Draw random numbers outside of it, and pass them as an argument."
+        f"{label}: a second call for the per-sample gradients gives other {what}, so these would "
+        "be wrong. Draw random numbers outside of it, and pass them as an argument.",
+        doc="random-numbers",
     )
 
 

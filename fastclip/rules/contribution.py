@@ -50,7 +50,8 @@ class Contribution(ABC):
         if name not in self._names:
             raise GraphError(
                 f"{self._named()} records for {name}, but call.wants(name) asked for "
-                f"{', '.join(self._names) or 'nothing'} alone"
+                f"{', '.join(self._names) or 'nothing'} alone. Record only what call.wants.",
+                doc="layer-rule",
             )
         self._recorded.add(name)
         if not self._log.planned(self._label):
@@ -62,12 +63,13 @@ class Contribution(ABC):
         if len(self._recorded) < len(self._names):
             missing = sorted(set(self._names) - self._recorded)
             raise GraphError(
-                f"{self._named()} recorded nothing for {', '.join(missing)}; call.record what "
-                "call.wants (fastclip.testing compares all of it with autograd)"
+                f"{self._named()} recorded nothing for {', '.join(missing)}, so it would not be "
+                "trained. Record every parameter that call.wants.",
+                doc="layer-rule",
             )
 
     def _named(self) -> str:
-        return f"the rule {self._rule} of {self._label}"
+        return f"The rule {self._rule} of {self._label}"
 
     @abstractmethod
     def _take(self, name: str, record: Record) -> None:

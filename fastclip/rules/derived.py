@@ -27,7 +27,7 @@ from fastclip.core.torch_names import (
     tree_leaves,
     tree_map,
 )
-from fastclip.errors import VALUES_IN_LOSSES, GraphError, ParameterLeakError, UnsupportedLayerError
+from fastclip.errors import GraphError, ParameterLeakError, UnsupportedLayerError
 from fastclip.rules.slices import FOLLOWED, Origin, follow, whole
 from fastclip.rules.use import in_place, plain_name
 from fastclip.samples.inputs import parts_of
@@ -96,8 +96,9 @@ class DerivedGraph:
                 return source.value
             if isinstance(value, Tensor) and value.requires_grad:
                 raise UnsupportedLayerError(
-                    f"{func.__name__} takes a parameter and a tensor that needs a gradient, but its "
-                    "output has no samples, so no per-sample gradient exists; detach that tensor"
+                    f"{func.__name__} takes a parameter and a tensor that needs a gradient, but "
+                    "its output has no samples, so per-sample gradients do not exist. Detach that "
+                    "tensor."
                 )
             return value
 
@@ -201,15 +202,16 @@ def check_current(source: Source, graph: DerivedGraph | None) -> None:
     """
     if source.graph is not graph:
         raise GraphError(
-            "a value computed from parameters alone is used outside the forward pass that computed it "
-            "(kept from an earlier one, or returned by the model): it belongs to no sample there; "
-            "compute it in every forward pass and use it with the batch, or detach it"
+            "A value computed from parameters is used outside the forward pass that computed it, "
+            "where it belongs to no sample. Compute it in every forward pass, or detach it.",
+            doc="untracked-use",
         )
     if not all(parameter.requires_grad for parameter in source.parameters):
         raise GraphError(
-            "a parameter was frozen (requires_grad_(False)) between the computation of a value from it "
-            "and the use of that value in the same forward pass, so its gradient would be lost; freeze "
-            "it before the forward pass, or detach the value"
+            "A parameter was frozen (requires_grad_(False)) after a value was computed from it in "
+            "the same forward pass, so its gradient would be lost. Freeze it before the forward "
+            "pass.",
+            doc="changed-model",
         )
 
 
@@ -262,9 +264,10 @@ def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
     if x._version != version:
         raise GraphError(
-            f"a tensor of shape {list(x.shape)} (a parameter, or a value computed from such) was "
-            "changed in place after another value had been computed from it, whose gradient asks for "
-            "what it was; change a clone of it, or change it after loss.backward()"
+            f"A tensor of shape {list(x.shape)} was changed in place after a value had been "
+            "computed from it, so that value's gradient would be wrong. Change a clone, or change "
+            "it after loss.backward().",
+            doc="changed-tensors",
         )
     return x
 
@@ -317,9 +320,9 @@ class Derived(Tensor):
         """A plain tensor of constants, which has been filled with such values."""
         if constant._is_view() or constant.requires_grad:
             raise UnsupportedLayerError(
-                "a view of a tensor of constants is filled with values of parameters, so that these "
-                "would be lost in the tensor that it is a view of; index the tensor itself, or use "
-                "torch.cat or torch.stack"
+                "A view of a constant tensor is filled with values of parameters, so their "
+                "gradients would be lost. Index the tensor itself, or use torch.cat or "
+                "torch.stack."
             )
         constant.requires_grad_()
         constant.register_hook(_refuse)
@@ -334,9 +337,10 @@ class Derived(Tensor):
             UnsupportedLayerError: always.
         """
         raise UnsupportedLayerError(
-            "a hook is registered on the gradient of a value computed from parameters alone, which "
-            "would not run: per-sample gradients are clipped without one; remove the hook, and do its "
-            "work in the forward pass (a mask that the value is multiplied by)"
+            "A hook on the gradient of a value computed from parameters would not run, because "
+            "only its per-sample gradients exist. Remove the hook, and do its work in the forward "
+            "pass.",
+            doc="untracked-use",
         )
 
     @classmethod
@@ -348,10 +352,9 @@ class Derived(Tensor):
 
 def _refuse(gradient: Tensor) -> None:
     raise ParameterLeakError(
-        "a value computed from parameters alone (a normalized weight, a position table) was used where "
-        "it could not be followed (a custom autograd function, a scripted function, a loss outside the "
-        "model), so its gradient would be unclipped; use torch's own functions there, write the layer's "
-        f"rule with @fastclip.rules.register_rule, or freeze these parameters; {VALUES_IN_LOSSES}"
+        "A value computed from parameters is used where fastclip cannot follow it, such as a "
+        "custom autograd function or an outside loss, so its gradient would be unclipped. Use it "
+        "in the model's forward with torch's own functions."
     )
 
 
@@ -434,8 +437,9 @@ def _called(func: Callable, args: tuple, kwargs: dict) -> Any:
         if interceptor is not None:
             if transformed():
                 raise UnsupportedLayerError(
-                    f"{func.__name__} takes a parameter inside torch.func.vmap, grad or vjp, where its "
-                    "samples cannot be followed; call it outside, on the whole batch"
+                    f"{func.__name__} takes a parameter inside torch.func.vmap, grad or vjp, where "
+                    "fastclip cannot follow its samples. Call it outside, on the whole batch.",
+                    doc="untracked-use",
                 )
             return interceptor.called(func, args, kwargs)
     with Native():
@@ -489,9 +493,9 @@ def intercepted(parameters: Iterable[nn.Parameter], by: Intercepts) -> Iterator[
                 continue
             if kind is not nn.Parameter:
                 raise UnsupportedLayerError(
-                    f"a parameter of class {kind.__name__} is used outside a layer with a rule, where "
-                    "only torch.nn.Parameter can be followed; write the layer's rule with "
-                    "@fastclip.rules.register_rule, or freeze it"
+                    f"A parameter of class {kind.__name__} is used outside a layer with a rule, "
+                    "where only torch.nn.Parameter can be followed. Register a layer rule with "
+                    "@fastclip.rules.register_rule, or freeze the parameter."
                 )
             parameter.__dict__[_INTERCEPTOR] = by
             parameter.__class__ = PrivateParameter
@@ -576,7 +580,7 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     """Attention with a trained bias, whose gradient is that of the scores: no fused one tells it."""
     if is_causal:
-        raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both")
+        raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both.")
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

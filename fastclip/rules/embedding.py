@@ -29,7 +29,7 @@ def _check_options(module: Any) -> None:
     """Refuse what make_private refuses where it has been set since."""
     options = [name for name in ONLY_PLAIN if getattr(module, name)]
     if options:
-        raise TypeError(f"{', '.join(options)} is not supported, leave it off")
+        raise TypeError(f"{', '.join(options)} is not supported. Omit it.")
 
 
 def padding_of(module: Any) -> int | None:
@@ -84,12 +84,12 @@ class EmbeddingBagRule(LayerRule):
     ) -> tuple[Tensor, Any]:
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             raise UnsupportedLayerError(
-                "EmbeddingBag with per_sample_weights that need a gradient has no per-sample rule; "
-                "detach them, or use nn.Embedding and a weighted sum"
+                "EmbeddingBag with per_sample_weights that need a gradient has no per-sample "
+                "rule. Detach them, or use nn.Embedding and a weighted sum."
             )
         if input.dim() == 2:
             if offsets is not None:
-                raise TypeError("it takes offsets with ids of one dimension only")
+                raise TypeError("offsets expects ids of one dimension, got two.")
             b, t = input.shape
             offsets = torch.arange(0, b * t, max(t, 1), device=input.device)[:b]
             if t == 0:
@@ -242,6 +242,6 @@ def check_options(name: str, operands: Operands) -> None:
     asked = [option for option in OPTIONS if operands.get(option)]
     if asked:
         raise UnsupportedLayerError(
-            f"F.{name} with {', '.join(asked)} is not supported: it depends on what else the batch "
-            "looks up, or its gradient is sparse, which noise makes dense. Leave it off"
+            f"F.{name} with {', '.join(asked)} is not supported, because it depends on other ids "
+            "of the batch or its gradient is sparse. Omit the option."
         )

@@ -23,7 +23,7 @@ from fastclip.core.torch_names import (
     current_task,
     settled,
 )
-from fastclip.errors import VALUES_IN_LOSSES, BatchSizeError, GraphError, UnsupportedLayerError
+from fastclip.errors import BatchSizeError, GraphError, UnsupportedLayerError
 from fastclip.rules.chance import (
     Chance,
     check_repeats,
@@ -192,8 +192,8 @@ def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
     written = target.source.written if type(target) is Derived else []
     if not written:
         raise UnsupportedLayerError(
-            f"{key.label}: a value of parameters is changed in place by values of the batch; "
-            "use the function that returns a new tensor"
+            f"{key.label}: values of the batch change a value of parameters in place, which is "
+            "unsupported. Use the function that returns a new tensor."
         )
     layout.uses |= dict.fromkeys(written, True)
     raise Opened
@@ -277,7 +277,10 @@ class Interceptor:
         grad_state.calls.intercepting = self.on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Interceptor:
-        raise UnsupportedLayerError("a private model cannot be copied while it runs")
+        raise UnsupportedLayerError(
+            "A private model cannot be copied while it runs. Copy it after the forward pass.",
+            doc="changed-model",
+        )
 
     @contextmanager
     def on(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -316,8 +319,10 @@ class Interceptor:
             return forward.derived.derive(func, args, kwargs, hash(key))
         if layout is None:
             raise GraphError(
-                f"{key.label} is used outside the model's forward, its methods and its parts, where its "
-                f"samples cannot be told; use it inside one of them: {VALUES_IN_LOSSES}"
+                f"{key.label} is used outside the model's forward, its methods and its parts, "
+                "where fastclip cannot identify samples. Use it in the model's forward, and "
+                "return one loss per sample, of shape [b].",
+                doc="untracked-use",
             )
         out = self._use(layout, forward, key, func, args, kwargs, private)
         forward.reached.add(key)
@@ -331,8 +336,9 @@ class Interceptor:
         found = (p for x in values if is_private(x) for p in parameters_of(x))
         names = dict.fromkeys(self.grad_state.names.get(p, "?") for p in found)
         return UnsupportedLayerError(
-            f"torch.autograd.grad inside forward takes gradients of {', '.join(names)}, which are sums "
-            "over all samples; take them of inputs or hidden values, which are each sample's own"
+            f"torch.autograd.grad inside forward takes gradients of {', '.join(names)}, which are "
+            "sums over all samples. Take gradients of inputs or hidden values instead.",
+            doc="second-backward",
         )
 
     def _here(self, key: Key, plain: bool) -> tuple[BatchLayout | None, Forward, bool]:
@@ -352,8 +358,8 @@ class Interceptor:
         target: Any = args[0] if changes else None
         if changes and is_private(target):
             raise UnsupportedLayerError(
-                f"{key.label}: a value of parameters is changed in place by values of the batch; "
-                "use the function that returns a new tensor"
+                f"{key.label}: values of the batch change a value of parameters in place, which is "
+                "unsupported. Use the function that returns a new tensor."
             )
         out_args, out_kwargs = mapped(detached, (args, kwargs))
         before = target.detach().clone() if changes and _may_need(func, kwargs) else None
@@ -417,8 +423,8 @@ class Interceptor:
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is None and key in layout.batch_axes:
             raise BatchSizeError(
-                f"{key.label}: its output of shape {list(out.shape)} cannot hold {batch} samples along "
-                f"axis {layout.batch_axes[key].axis}; keep the batch along one axis"
+                f"{key.label}: its output of shape {list(out.shape)} cannot hold {batch} samples "
+                f"along axis {layout.batch_axes[key].axis}. Keep the batch along one axis."
             )
         return found
 

@@ -219,8 +219,8 @@ class LayerRule(ABC):
         """
         if len(args) + len(kwargs) != 1:
             raise TypeError(
-                f"{type(module).__name__}.forward takes one tensor, got {len(args)} positional and "
-                f"{len(kwargs)} keyword arguments"
+                f"{type(module).__name__}.forward expects one tensor, got {len(args)} positional and "
+                f"{len(kwargs)} keyword arguments."
             )
         return (args[0] if args else next(iter(kwargs.values()))), None
 
@@ -296,7 +296,7 @@ def check_customised(module: Any) -> None:
     if changed:
         raise TypeError(
             f"{', '.join(changed)} have been replaced since make_private, which chose the rule of "
-            f"the original {type(module).__name__}; call make_private after the change"
+            f"the original {type(module).__name__}. Call make_private after the change."
         )
 
 
@@ -327,7 +327,7 @@ def _matching(module: Any) -> tuple[type | None, LayerRule | None]:
 
 
 Sampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
-_HOW = "Return {parameter: gradients [samples, *parameter.shape]} for every trained parameter"
+_HOW = "Return {parameter: gradients [samples, *parameter.shape]} for every trained parameter."
 
 
 def find_rule(module: Any) -> LayerRule | None:
@@ -382,9 +382,7 @@ class SamplerRule(LayerRule):
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         if not args or not all(isinstance(x, Tensor) for x in args):
-            raise TypeError(
-                "its grad sampler is given positional inputs, which must all be tensors"
-            )
+            raise TypeError("its grad sampler expects positional inputs that are all tensors.")
         return args[0], _Called(args[1:], kwargs, [])
 
     def forward(self, module: Any, x: Tensor, extra: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -393,7 +391,8 @@ class SamplerRule(LayerRule):
             out = type(module).forward(module, own, *extra.args, **extra.kwargs)
         if not isinstance(out, Tensor):
             raise TypeError(
-                f"its grad sampler is given the gradient of one tensor, got {type(out).__name__}"
+                "its grad sampler expects a layer that returns one tensor, got "
+                f"{type(out).__name__}"
             )
         if out.requires_grad:
             extra.graph[:] = own, out
@@ -434,8 +433,8 @@ class SamplerRule(LayerRule):
         others = list(call.extra.args)
         if others and call.samples(x) is not x:
             raise _broken(
-                call, "is called with several inputs, whose samples are not the rows of the first",
-                "Write its rule with @fastclip.rules.register_rule",
+                call, "is called with several inputs, but its samples do not lie along axis 0",
+                "Register a rule with @fastclip.rules.register_rule.",
             )  # fmt: skip
         return others
 
@@ -446,15 +445,15 @@ class SamplerRule(LayerRule):
             raise _broken(call, f"returned a {type(found).__name__}", _HOW)
         known = set(call.module._parameters.values())
         if any(key not in known for key in found):
-            raise _broken(call, "returned gradients of what is no parameter of the layer", _HOW)
+            raise _broken(call, "returned gradients of keys that are not its parameters", _HOW)
         for name, parameter in wanted.items():
             own = found.get(parameter)
             if not isinstance(own, Tensor):
                 raise _broken(call, f"returned no gradients of {name}", _HOW)
             if own.shape != (rows, *parameter.shape):
                 raise _broken(
-                    call, f"returned gradients of {name} of shape {[*own.shape]}, where "
-                    f"{[rows, *parameter.shape]} is expected", _HOW,
+                    call, f"returned gradients of {name} of shape {[*own.shape]} instead of "
+                    f"{[rows, *parameter.shape]}", _HOW,
                 )  # fmt: skip
 
 
@@ -465,5 +464,6 @@ def _kept_here() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(Tensor.detach, lambda kept: kept)
 
 
-def _broken(call: LayerCall, what: str, way_out: str) -> GraphError:
-    return GraphError(f"{where(call.path, call.module)}: its grad sampler {what}. {way_out}")
+def _broken(call: LayerCall, what: str, fix: str) -> GraphError:
+    text = f"{where(call.path, call.module)}: its grad sampler {what}. {fix}"
+    return GraphError(text, doc="layer-rule")

@@ -28,9 +28,10 @@ from fastclip.ops.units import Layout, UnitSamples
 def written_to() -> GraphError:
     """What a norm was taken of is not what would be summed."""
     return GraphError(
-        "an activation or output gradient was modified in place between the backward pass "
-        "and the clipped sum, so the recorded norm no longer bounds the contribution; do "
-        "not change tensors of the forward pass before loss.backward() has returned"
+        "An activation or output gradient was modified in place between the backward pass and the "
+        "clipped sum, so its recorded norm is wrong. Do not change tensors of the forward pass "
+        "before loss.backward() returns.",
+        doc="changed-tensors",
     )
 
 

@@ -82,8 +82,9 @@ class Routing:
         """
         if not self._codes:
             raise BatchSizeError(
-                f"{label}: gradients reach it past the output of the module that moves its rows (a "
-                "value kept on an attribute, an auxiliary loss), so that its rows cannot be told apart"
+                f"{label}: gradients bypass the output of the module that moves its rows, so "
+                "fastclip cannot identify which sample each row belongs to. Return such values "
+                "from the module."
             )
         met = {g.dtype, *(x.dtype for codes in self._codes for x in codes if x is not None)}
         exact = torch.float16 not in met  # whose small numbers do not scale exactly
@@ -110,8 +111,9 @@ class Routing:
 def several(label: str, what: str) -> BatchSizeError:
     """The refusal of what cannot be given to one sample."""
     return BatchSizeError(
-        f"{label}: {what} of its output follows from several samples, so no per-sample gradient exists; "
-        "let every row be computed from one sample alone"
+        f"{label}: {what} of its output depends on several samples, so per-sample gradients do not "
+        "exist. Compute each row from one sample alone.",
+        doc="coupled-samples",
     )
 
 

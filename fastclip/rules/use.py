@@ -276,8 +276,9 @@ class UseCall:
         """
         if drew and self.interceptor.grad_state.caught is not None:
             raise GraphError(
-                f"{self.label} draws random numbers, which are not the same ones when a CUDA graph "
-                "repeats it for the samples' gradients. Pass cuda_graph=False."
+                f"{self.label} draws random numbers, which differ when a CUDA graph repeats it for "
+                "the per-sample gradients. Pass cuda_graph=False.",
+                doc="random-numbers",
             )
         self.chance, self.shown = chance if drew else None, shown
 
@@ -297,8 +298,9 @@ class UseCall:
         """Raise if a private operand was changed through the output."""
         if self.shares_memory and any(map(self.changed, self.versions)):
             raise GraphError(
-                f"{self.label}: its output shares the parameter's memory and was changed in place; "
-                "change a clone of it"
+                f"{self.label}: its output shares the parameter's memory and was changed in place, "
+                "so the gradient would be wrong. Change a clone.",
+                doc="changed-tensors",
             )
 
     def tap(self, out: Tensor) -> Tensor:
@@ -411,7 +413,8 @@ class UseBackward(Contribution):
         if self.batch_axis is not None and not self.batch_axis.fits(self.g, self.batch):
             raise GraphError(
                 f"{call.label}: its output of shape {list(self.g.shape)} cannot hold {self.batch} "
-                "samples"
+                "samples. Keep the batch along one axis.",
+                doc="batch-axis",
             )
         grad_state.admit(call.label, call.forward, self.batch)
         grad_state.check_hooks(self._wanted)
@@ -428,9 +431,10 @@ class UseBackward(Contribution):
             return found
         if self._call.changed(name):
             raise GraphError(
-                f"{self._call.label}: a parameter, or a value computed from such, was changed in place "
-                "after it had been used here, and its gradient asks for what it was; change a clone of "
-                "it, or change it before it is used"
+                f"{self._call.label}: a parameter, or a value computed from it, was changed in "
+                "place after this use, so its gradient would be wrong. Change a clone, or change "
+                "it before the use.",
+                doc="changed-tensors",
             )
         return self._call.targets[name].value
 
@@ -450,12 +454,12 @@ class UseBackward(Contribution):
 
     def rows(self, x: Tensor) -> Tensor:
         """Deprecated: `samples`."""
-        say("use.rows has another name: use use.samples.", DeprecationWarning)
+        say("use.rows is deprecated. Call use.samples.", DeprecationWarning)
         return self.samples(x)
 
     def entry_owners(self) -> Tensor:
         """Deprecated: `sample_of_entry`."""
-        say("use.entry_owners has another name: use use.sample_of_entry.", DeprecationWarning)
+        say("use.entry_owners is deprecated. Call use.sample_of_entry.", DeprecationWarning)
         return self.sample_of_entry()
 
     def sample_of_entry(self) -> Tensor:
@@ -491,12 +495,14 @@ class UseBackward(Contribution):
         if call.routing is None and call.taker is not None:
             return torch.full(self.g.shape, call.taker(), dtype=torch.int64, device=self.g.device)
         if call.routing is None:
-            mean = "; with a mean of losses, apply it to the rows' losses before the mean"
+            fix = (
+                "Apply it to the samples' losses before their mean."
+                if self.g.numel() == 1
+                else "Let every sample take the same path through the model."
+            )
             raise BatchSizeError(
-                f"{call.label}: a gradient reaches it, and none did when the model was run on a few "
-                "rows, so whose its rows are is not known; let every row take the same way through "
-                "the model, or move rows inside a module that puts them back in their places"
-                f"{mean if self.g.numel() == 1 else ''}"
+                f"{call.label}: a gradient reaches it that the dry run of the model did not show, so "
+                f"fastclip cannot identify which sample its entries belong to. {fix}"
             )
         return call.routing.sample_of_entry(call.number, self.g, call.label)
 

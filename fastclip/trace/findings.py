@@ -161,25 +161,25 @@ class Cause:
 _SAID = {
     "factor": "Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
     "are not independent. {denominator}.",
-    "calls": "Your loss joins calls of the model on different samples of the batch, and their samples "
-    "are clipped as the same ones. Pass every call the whole batch, its samples in one order.",
-    "place": "{use} holds samples in other places in this batch than in the few rows that were looked "
-    "at. Give the model the batch again: it is looked at as a whole.",
+    "calls": "Your loss joins calls of the model on different samples of the batch, which would be "
+    "clipped as the same samples. Pass the whole batch to every call, its samples in one order.",
+    "place": "{use} holds samples in other positions in this batch than in the dry run. Pass the batch "
+    "to the model again, and fastclip traces it as a whole.",
     "factors": "Your loss mixes samples: its parts are divided by different numbers of the batch "
     "({what}). Divide each sample's loss by its own numbers, or by constants.",
-    "repeated": "The batch that your loop gives the model holds a sample at several positions, so it "
-    "contributes several times. Give the model each sample of the loader's batch once.",
-    "views": "The batch that your loop gives the model has views of several samples where views=K "
-    "expects those of one, so they would be clipped as one. Put the K views of each sample next to "
-    "each other: x.repeat_interleave(K, 0), or torch.stack(views, 1).flatten(0, 1).",
+    "repeated": "Your loop passes the model a batch that holds a sample at several positions, so it "
+    "contributes several times. Pass each sample of the loader's batch once.",
+    "views": "Your loop passes views of several samples where views=K expects views of one, so they "
+    "would be clipped as one. Put the K views of each sample next to each other, as "
+    "x.repeat_interleave(K, 0) does.",
     "input": "Your batch {may_mix} samples before the model: {what} reaches an input. Change each "
     "sample by itself, in torch or in the data set.",
     "read": "Your loss depends on {what}, so samples are not independent. Compute the loss without "
-    "numbers that are read from the batch.",
+    "numbers that Python reads from the batch.",
     "order": "Your loss depends on a sample's position in the batch ({what}), so samples are not "
     "independent. Use the same constants for all samples.",
-    "python": "Your loss may mix samples: {what} weigh samples, and nothing shows whose they are. "
-    "Compute them in torch, or in the data set.",
+    "python": "Your loss may mix samples: {what} weigh samples, and fastclip cannot identify which "
+    "sample they belong to. Compute them in torch, or in the data set.",
     "mixes": "Your loss mixes samples: {what} reaches the gradient of {use}, so the guarantee does not "
     "hold. {fix}",
 }
@@ -207,7 +207,7 @@ class Finding:
         kind = self.kind
         if kind not in _SAID:
             kind = "python" if BY_PYTHON in what else "mixes"
-        whole = "Pass batch=False, which makes one loss for each sample."
+        whole = "Pass batch=False for one loss per sample."
         return _SAID[kind].format(
             what=what, use=repr(self.use) if self.use else "the model",
             may_mix="may mix" if BY_PYTHON in what else "mixes",
@@ -220,7 +220,7 @@ class Finding:
         """What to divide a loss by, in the place of labels or tokens of the batch."""
         cause = self.cause
         if isinstance(cause, Cause) and cause.inside:
-            return f"{PER_SAMPLE}, or return one loss a row, [b]"
+            return f"{PER_SAMPLE}, or return one loss per sample, [b]"
         if isinstance(cause, Cause) and cause.operation.startswith("nll_loss"):
             return (
                 "Use fastclip.losses.per_sample_cross_entropy(...).mean(), or "
@@ -330,7 +330,7 @@ class Proof:
 
     def __str__(self) -> str:
         if not self.steps:
-            return "no step has been traced yet: explain() after the first backward pass"
+            return "No step has been traced yet. Call explain() after the first backward pass."
         lines = []
         for number, report in enumerate(self.steps, 1):
             lines.append(

@@ -290,7 +290,7 @@ def _first_tensors(args: tuple) -> int:
     found = [x is None or isinstance(x, Tensor) for x in args]
     number = sum(found)
     if not all(found[:number]):
-        raise TypeError("a kernel takes its tensors first, then numbers")
+        raise TypeError("A kernel expects its tensors first, then numbers.")
     return number
 
 
