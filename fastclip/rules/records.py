@@ -68,7 +68,7 @@ class Record(ABC):
 
     @property
     def together(self) -> Any:
-        """Returns the LinearRecord whose norm and sum a kernel computes with those of others, or None."""
+        """Returns the LinearRecord that a kernel computes together with others, or None."""
         return None
 
     @abstractmethod

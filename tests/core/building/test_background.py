@@ -213,7 +213,7 @@ def test_it_may_be_turned_off(compiler: Compiler, monkeypatch: pytest.MonkeyPatc
     assert not place().folder.exists()
     kind, told = state_of("_path")
     assert kind == "off"
-    assert "unset it" in told
+    assert "Unset it" in told
 
 
 def test_nothing_is_missing(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
