@@ -244,7 +244,7 @@ def test_an_override_behind_the_engine() -> None:
     kind, called = watching(PrivacyEngine, ("_prepare_optimizer",))
     behind = type("Both", (FastPrivacyEngine, kind), {})
     for mode in ("fast", "hooks"):
-        with refused("Mine._prepare_optimizer stands behind .* name Mine before .* bases of Both"):
+        with refused("Mine._prepare_optimizer comes after .* Name Mine before .* bases of Both"):
             start(behind, mode)
     assert not called
     front = type("Both", (watching(FastPrivacyEngine)[0], FastPrivacyEngine), {})
