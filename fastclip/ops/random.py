@@ -188,9 +188,10 @@ def claim(
         StepError: it was used before this process was forked, and was not seeded again since. Or it
             was never seeded.
     """
+    said = what.replace("rows", "samples")  # a purpose is part of a seed
     if generator is not None and generator.initial_seed() == _UNSEEDED:
         raise StepError(
-            f"The generator of {what} was never seeded, so it makes the same numbers in every "
+            f"The generator of {said} was never seeded, so it makes the same numbers in every "
             "process. Call its seed() method, or pass no generator.",
             doc="noise",
         )
@@ -202,7 +203,7 @@ def claim(
     _, drew, then = _drawn.get(id(stream), (stream, process, seed))
     if drew != process and then == seed:
         raise StepError(
-            f"This process is a fork of one that drew {what} from the same generator, so both "
+            f"This process is a fork of one that drew {said} from the same generator, so both "
             "would draw the same numbers. Seed it here with a number that no other process uses, "
             "or pass secure_mode=True.",
             doc="noise",
