@@ -49,8 +49,8 @@ from fastclip.trace.numbers import (
     Numbers,
     Python,
     Questions,
-    exported,
     compared_with_before,
+    exported,
     is_fraction,
 )
 from fastclip.trace.operation import (

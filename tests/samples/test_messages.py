@@ -64,7 +64,7 @@ class Uncertain(nn.Module):
 def test_a_parameter_after_the_mean() -> None:
     x, labels = torch.randn(B, D), torch.arange(B) % 3
     make_private(Uncertain(False))[1](x, labels).backward()
-    with refused("before their mean"):
+    with refused("before the mean"):
         make_private(Uncertain(True))[1](x, labels).backward()
 
 
