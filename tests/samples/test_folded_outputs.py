@@ -37,7 +37,7 @@ COUPLED: dict[str, Use] = {
     "centred": lambda h: h - h.mean(0),
     "a little": lambda h: h - 1e-7 * h.mean(0),
     "detached": lambda h: h / h.detach().abs().max(),
-    "other positions": lambda h: h + h.roll(1, 0),
+    "other places": lambda h: h + h.roll(1, 0),
     "number of rows": lambda h: h / len(h),
     "by the number": lambda h: h * torch.arange(len(h))[:, None, None],
 }

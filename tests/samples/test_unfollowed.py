@@ -108,7 +108,7 @@ def test_an_error_of_the_looks_own() -> None:
         private(torch.randn(B, D))
 
 
-@pytest.mark.parametrize("when", ["always", "that the dry run of the model did not show"])
+@pytest.mark.parametrize("when", ["always", "few rows"])
 def test_an_error_of_the_users_own(when: str) -> None:
     """A look has nothing to say of a call that fails by itself."""
 
