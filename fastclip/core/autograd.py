@@ -93,7 +93,7 @@ def refusing(x: Tensor, *gradients: Tensor | None) -> Tensor:
     on a leaf, for gradients that depend only on the weights.
     """
     with torch.enable_grad():
-        return _Refusal.apply(x.detach().requires_grad_(), *gradients)
+        return _DifferentiableOnce.apply(x.detach().requires_grad_(), *gradients)
 
 
 def unopened(layer: str) -> GraphError:
@@ -106,7 +106,7 @@ def unopened(layer: str) -> GraphError:
     )
 
 
-class _Refusal(Function):
+class _DifferentiableOnce(Function):
     """The identity on the first argument, whose derivative raises GraphError."""
 
     @staticmethod

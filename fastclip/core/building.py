@@ -378,8 +378,8 @@ def state_of(name: str) -> State:
     except NotBuilt as reason:
         return State("impossible", f"{named} cannot be compiled. {reason}")
     except OSError as reason:
-        told = f"{named} cannot be stored ({reason}). Set FASTCLIP_CACHE to a folder of your own."
-        return State("impossible", told)
+        text = f"{named} cannot be stored ({reason}). Set FASTCLIP_CACHE to a folder of your own."
+        return State("impossible", text)
 
 
 def _missing(place: Place, refused: str, named: str) -> State:
@@ -387,15 +387,15 @@ def _missing(place: Place, refused: str, named: str) -> State:
     check_folder(place)
     if is_locked(place):
         seconds = time.time() - place.lock.stat().st_mtime
-        told = f"{named} has been compiling for {seconds:.0f} s. Start again when it is done."
-        return State("compiling", told)
+        text = f"{named} has been compiling for {seconds:.0f} s. Start again when it is done."
+        return State("compiling", text)
     if place.library.exists():
         if refused:
             return State("refused", f"{named} is not loaded ({refused}). Delete {place.library}.")
         return State("compiled", f"{named} was compiled after this process began. Start again.")
     if was_tried(plan_of(place)):
-        told = f"{named} did not compile, see {place.log}. Fix the cause, and delete this file."
-        return State("failed", told)
+        text = f"{named} did not compile, see {place.log}. Fix the cause, and delete this file."
+        return State("failed", text)
     return State("due", f"The next make_private compiles {named} in the background.")
 
 
@@ -449,8 +449,8 @@ def _of_the_package(name: str, folder: str, compiler: str) -> ModuleType:
     try:
         module = importlib.import_module(f"fastclip.{name}")
     except ImportError as error:
-        told = f"fastclip.{name} is not built ({error}). {how_to_build(compiler)}"
-        raise ImportError(told) from error
+        text = f"fastclip.{name} is not built ({error}). {how_to_build(compiler)}"
+        raise ImportError(text) from error
     versions: dict[str, str] = getattr(module, "versions", dict)()
     torch = importlib.import_module("torch") if "torch" in versions else None
     if torch is not None and versions["torch"] != torch.__version__.partition("+")[0]:

@@ -109,9 +109,9 @@ def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_one_graph(compiled: Any) -> bool:
     """Whether a compiled module may have no graph breaks (fullgraph=True)."""
-    told = getattr(compiled.dynamo_ctx, "fullgraph", None)
-    if told is not None:
-        return told
+    fullgraph = getattr(compiled.dynamo_ctx, "fullgraph", None)
+    if fullgraph is not None:
+        return fullgraph
     # torch 2.6 remembers it only by the class of the frame converter.
     made = getattr(compiled.dynamo_ctx.callback, "_torchdynamo_orig_callable", None)
     return type(made).__name__ == "ConvertFrameAssert"

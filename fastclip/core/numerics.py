@@ -58,8 +58,8 @@ def shaped(x: Tensor, *shape: int) -> Tensor:
 def laid_out_as(x: Tensor, parameter: Tensor) -> Tensor:
     """Returns `x` with the strides of a parameter of its shape, as autograd lays out gradients.
 
-    Fused optimizers walk through the memory of a parameter and its gradient in parallel. If a parameter's
-    elements share memory, or leave gaps in it, autograd's gradient is dense, and so is this.
+    Fused optimizers walk through the memory of a parameter and its gradient in parallel. If a
+    parameter's elements share memory, or leave gaps in it, autograd's gradient is dense, and so is this.
 
     Returns:
         `x` itself if it has these strides.
@@ -79,8 +79,8 @@ def margin(dtype: torch.dtype) -> float:
     """Returns the relative rounding margin below the threshold for norms, products and sums.
 
     float32 norms err by about 1e-7 on typical data. If all terms are equal, roundings have one sign: a
-    norm was too low by up to 3.4e-6 (measured at t = 64, d = p = 768), which 2^-18 covers. Half-precision
-    inputs are accumulated in float32, so the margin covers them too.
+    norm was too low by up to 3.4e-6 (measured at t = 64, d = p = 768), which 2^-18 covers. Inputs in
+    half precision are accumulated in float32, so the margin covers them too.
     """
     return 2.0**-40 if dtype == torch.float64 else 2.0**-18
 

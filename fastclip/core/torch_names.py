@@ -1,9 +1,8 @@
-"""What torch keeps to itself and fastclip needs: every such name, and what it is for.
+"""Private names of torch that fastclip needs, and what each is for.
 
-Modules import these names from here. Where a release of torch changes one of them, this file and
-tests/test_torch_names.py, which holds each to what is assumed of it, are the places to look at.
-fastclip.ops imports this file: FSDP, which takes longer to import than the rest of torch, is imported by
-the functions that need it.
+Modules import these names from here. If a release of torch changes one of them, see this file and
+tests/test_torch_names.py, which tests what is assumed of each. fastclip.ops imports this file. FSDP
+takes longer to import than the rest of torch, so functions that need it import it.
 """
 
 from __future__ import annotations
@@ -207,8 +206,8 @@ def transformed() -> bool:
 
 
 @contextmanager
-def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
-    """Context in which `told` gets operators of this thread that run given functions (torch.cond),
+def hear_functions_given(listener: Callable[[Any], None]) -> Iterator[None]:
+    """Context in which `listener` gets operators of this thread that run functions (torch.cond),
     before they run. Those that transforms use themselves are left out.
     """
     operator: Any = torch._ops.HigherOrderOperator
@@ -217,7 +216,7 @@ def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
     @functools.wraps(plain)
     def heard(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == here and not transformed():
-            told(self)
+            listener(self)
         return plain(self, *args, **kwargs)
 
     operator.__call__ = heard
@@ -326,14 +325,14 @@ class _Attribute(property):
 _HEARD = ("tolist", "numpy", "register_hook", "__dlpack__", "data_ptr")
 
 
-def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
+def hear_exports(listener: Callable[[str, Tensor], None]) -> Callable[[], None]:
     """Reports tensors whose numbers Python, NumPy or a kernel takes all at once, or whose gradient a
     hook gets: no mode sees that.
 
     Args:
-        told: called before, with the method's name and the tensor. Calls of this package, and addresses
-            read by torch, are left out: frames identify them, because torch reads addresses inside
-            of operators that the user calls.
+        listener: called before, with the method's name and the tensor. Calls of this package, and
+            addresses read by torch, are left out: frames identify them, because torch reads addresses
+            inside of operators that the user calls.
 
     Returns:
         A function that ends this.
@@ -345,7 +344,7 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
         while frame.f_globals.get("__name__") == "torch.autograd.graph":
             frame = frame.f_back
         if not frame.f_globals.get("__name__", "").startswith(("fastclip.", "torch.")):
-            told("register_hook", x)
+            listener("register_hook", x)
         return node_of(x)
 
     def heard(name: str) -> Any:
@@ -355,7 +354,7 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
         @functools.wraps(plain)
         def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not sys._getframe(1).f_globals.get("__name__", "").startswith(own):
-                told(name, x)
+                listener(name, x)
             return plain(x, *args, **kwargs)
 
         return method
@@ -541,26 +540,28 @@ class BatchCalls(Noted):
 
     def __init__(self) -> None:
         super().__init__(LoaderIterator, "__next__")
-        self._told: dict[Any, Callable[[], AbstractContextManager[None]]] = {}
+        self._listeners: dict[Any, Callable[[], AbstractContextManager[None]]] = {}
 
     def add(
-        self, told: Callable[[Any, Any], None], around: Callable[[], AbstractContextManager[None]]
+        self,
+        listener: Callable[[Any, Any], None],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Calls `told` with every batch from now on: (iterator, batch). They are drawn in `around()`."""
-        self._told[told] = around
-        self.watch(told)
+        """Calls `listener` with every batch from now on: (iterator, batch), drawn in `around()`."""
+        self._listeners[listener] = around
+        self.watch(listener)
 
-    def remove(self, told: Callable[[Any, Any], None]) -> None:
+    def remove(self, listener: Callable[[Any, Any], None]) -> None:
         """Removes a listener."""
-        self._told.pop(told, None)
-        self.forget(told)
+        self._listeners.pop(listener, None)
+        self.forget(listener)
 
     def _called(self, plain: Callable[..., Any], iterator: Any) -> Any:  # type: ignore[override]
-        around = next(iter(self._told.values()), nullcontext)
+        around = next(iter(self._listeners.values()), nullcontext)
         with self._noting(iterator), around():
             batch = plain(iterator)
-        for told in list(self._told):
-            told(iterator, batch)
+        for listener in list(self._listeners):
+            listener(iterator, batch)
         return batch
 
 
@@ -633,11 +634,11 @@ class BackwardCalls(Noted):
         )
         with self._noting(call):
             if current_task() == -1:
-                self._told(call, run)
+                self._notified(call, run)
             else:
                 run()
 
-    def _told(self, call: BackwardCall, run: Callable[[], None]) -> None:
+    def _notified(self, call: BackwardCall, run: Callable[[], None]) -> None:
         listeners, failed = list(self._listeners), True
         losses = [x for x in call.losses if isinstance(x, Tensor)]
         try:

@@ -96,8 +96,8 @@ def _never_draws(thread: threading.Thread) -> bool:
     if type(thread).__module__ == "tqdm._monitor":
         return True
     target = getattr(thread, "_target", None)
-    told = (getattr(target, "__module__", None), getattr(target, "__qualname__", None))
-    return told in _OF_LOADERS
+    name = (getattr(target, "__module__", None), getattr(target, "__qualname__", None))
+    return name in _OF_LOADERS
 
 
 # -------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class UnitSamples:
         owner = self.owner.repeat_interleave(views)
         return replace(self, owner=owner, largest=self.largest * views, views=views)
 
-    def owners_of(self, rows: Tensor) -> Tensor:
+    def units_of(self, rows: Tensor) -> Tensor:
         """Returns the unit of each of these samples, int64; -1 (no sample) stays -1."""
         owner = self.on(rows.device)
         return torch.cat([owner.new_full((1,), -1), owner])[rows + 1]

@@ -240,7 +240,7 @@ class RoutedRecord(Record):
         return ops.routed_margin(self.a, self.g, self.owner, self.batch)
 
     def of_units(self, units: UnitSamples) -> Record:
-        owner = units.owners_of(self.owner)
+        owner = units.units_of(self.owner)
         return RoutedRecord(
             self.a, self.g, owner, batch=units.count, transposed=self.transposed
         )  # fmt: skip
@@ -298,7 +298,7 @@ class GroupedRecord(Record):
 
     def of_units(self, units: UnitSamples) -> Record:
         return GroupedRecord(
-            self.each.a, self.each.g, units.owners_of(self.owner), self.member, batch=units.count,
+            self.each.a, self.each.g, units.units_of(self.owner), self.member, batch=units.count,
             members=self.shape[1], total=self.total,
         )  # fmt: skip
 

@@ -311,7 +311,7 @@ class Derived(Tensor):
         """Makes a derived value of these numbers."""
         with Native():
             derived = of_class(Derived, value)
-            Tensor.register_hook(derived, _refuse)
+            Tensor.register_hook(derived, _leaked)
         derived.source = source
         return derived
 
@@ -325,7 +325,7 @@ class Derived(Tensor):
                 "torch.stack."
             )
         constant.requires_grad_()
-        constant.register_hook(_refuse)
+        constant.register_hook(_leaked)
         constant.__class__ = Derived
         constant.source = source  # type: ignore[attr-defined]
         return constant  # type: ignore[return-value]
@@ -350,7 +350,7 @@ class Derived(Tensor):
         return _called(func, args, kwargs or {})
 
 
-def _refuse(gradient: Tensor) -> None:
+def _leaked(gradient: Tensor) -> None:
     raise ParameterLeakError(
         "A value computed from parameters is used where fastclip cannot follow it, such as a "
         "custom autograd function or an outside loss, so its gradient would be unclipped. Use it "

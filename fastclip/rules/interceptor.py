@@ -371,7 +371,7 @@ class Interceptor:
         drew = chance is not None and chance.drew()
         tensors = [target] if changes else outputs(out)
         shown = [] if is_of_torch(func) else given(out, target)
-        tapped: dict[int, Tensor] = {}
+        hooked: dict[int, Tensor] = {}
         # a checkpoint that runs again repeats a turn: no gradient comes to it there
         turns = key in layout.turns and batch_axis is None and current_task() == -1
         taker = forward.turn(key, key.label) if turns else None
@@ -399,13 +399,13 @@ class Interceptor:
             if batch_axis is None:
                 call.taker = taker
                 self._follow(layout, forward, key, call)
-            result = call.tap(tensor)
+            result = call.hooked(tensor)
             if call.routing is not None:
                 call.number = call.routing.watch(result)
-            tapped[id(tensor)] = result
+            hooked[id(tensor)] = result
         if changes:
-            return None if out is None else tapped[id(target)]
-        return mapped(lambda x: tapped.get(id(x), x) if isinstance(x, Tensor) else x, out)
+            return None if out is None else hooked[id(target)]
+        return mapped(lambda x: hooked.get(id(x), x) if isinstance(x, Tensor) else x, out)
 
     def _checked(
         self, layout: BatchLayout, forward: Forward, key: Key, batch_axis: BatchAxis, out: Tensor

@@ -628,7 +628,7 @@ class LookupRecord(LaidRecord):
     def of_units(self, units: UnitSamples) -> Record:
         """Returns the record of units. Entries keep their positions in the samples for `tied_norm`."""
         whole = LookupRecord(
-            self.ids, units.owners_of(self.sample), self.g, batch_size=units.count,
+            self.ids, units.units_of(self.sample), self.g, batch_size=units.count,
             num_embeddings=self.num_embeddings, padding_idx=self.padding_idx,
         )  # fmt: skip
         ragged = self.per_sample_count is None or not self.batch_size

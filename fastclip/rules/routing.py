@@ -96,8 +96,8 @@ class Routing:
         for power, codes in enumerate(self._codes):
             code = codes[number]
             code = plain.new_zeros(()) if code is None else _wide(code)
-            digit, told = _digit(plain, code, near)
-            mixed |= ~told
+            digit, certain = _digit(plain, code, near)
+            mixed |= ~certain
             owner += digit * _BASE**power
         size = plain.abs().nan_to_num(0.0, 0.0, 0.0)
         largest = size.amax() if size.numel() else size.sum()
@@ -127,8 +127,8 @@ def _digit(plain: Tensor, code: Tensor, near: float) -> tuple[Tensor, Tensor]:
     ratio = code / plain
     digit = ratio.abs().log2().nan_to_num(0.0, 0.0, 0.0).round() + _BASE // 2
     digit = digit.clamp(0, _BASE - 1)
-    apart = (ratio * (_BASE // 2 - digit).exp2() - 1).abs()
-    return digit.to(torch.int64), apart <= near  # NaN is not near
+    distance = (ratio * (_BASE // 2 - digit).exp2() - 1).abs()
+    return digit.to(torch.int64), distance <= near  # NaN is not near
 
 
 class _Leave(Function):

@@ -301,7 +301,7 @@ class UseCall:
                 doc="changed-tensors",
             )
 
-    def tap(self, out: Tensor) -> Tensor:
+    def hooked(self, out: Tensor) -> Tensor:
         """Returns the output with its hook, which sees the gradient."""
         held, self.held = self.held, []
         return OutputHook.apply(self, out, *held, *self.parameters)
@@ -332,13 +332,13 @@ class OutputHook(Function):
         ctx.set_materialize_grads(False)
         save(ctx, *rest[: len(call.saved)])
         ctx.call, ctx.edges = call, len(rest)
-        found = OutputHook._tapped(ctx, call, out)
+        found = OutputHook._passed_on(ctx, call, out)
         if not call.paused:
             call.seen = call.interceptor.grad_state.trace.seen(found)
         return found
 
     @staticmethod
-    def _tapped(ctx: Any, call: UseCall, out: Tensor) -> Tensor:
+    def _passed_on(ctx: Any, call: UseCall, out: Tensor) -> Tensor:
         if call.changes:
             ctx.mark_dirty(out)
             return out

@@ -96,11 +96,11 @@ def line_of(frame: FrameType | None) -> str:
     """Returns `file:line` of the nearest frame outside torch; for a library, of the user's too."""
     library = whole = ""
     while frame is not None:
-        owner = _owner(frame.f_code.co_filename)
-        whole = whole or ("" if owner == "hidden" else _of_whole_batch(frame))
-        if owner == "library":
+        kind = _kind_of(frame.f_code.co_filename)
+        whole = whole or ("" if kind == "hidden" else _of_whole_batch(frame))
+        if kind == "library":
             library = library or _shown(frame)
-        elif owner == "user":
+        elif kind == "user":
             here = f"{library}, called at {_shown(frame)}" if library else _shown(frame)
             return f"{here}{whole}"
         frame = frame.f_back
@@ -118,7 +118,7 @@ def _of_whole_batch(frame: FrameType) -> str:
 
 
 @cache
-def _owner(file: str) -> str:
+def _kind_of(file: str) -> str:
     """Classifies a file: "user", "library", or "hidden" (torch's, Python's, fastclip's)."""
     if file.startswith(tuple(HIDDEN)) or "/torch/" in file:
         return "hidden"

@@ -362,7 +362,7 @@ def is_branched(tracer: Any) -> bool:
     return tracer.memory.lengths_read or any(r.of == "one sample" for r in tracer.report.reads)
 
 
-def parts_told(
+def parts_described(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
     found: Sequence[Shadow], outs: Sequence[Tensor],
 ) -> list[Shadow]:  # fmt: skip
@@ -370,12 +370,12 @@ def parts_told(
     with tracer.aside():
         made = [_identified(tracer, x, s) for x, s in zip(tensors, shadows, strict=True)]
         return [
-            _told(tracer, kind, args, made, shadows, f, out)
+            _described(tracer, kind, args, made, shadows, f, out)
             for f, out in zip(found, outs, strict=True)
         ]
 
 
-def _told(
+def _described(
     tracer: Any, kind: Kind, args: tuple, made: list[Any], shadows: Sequence[Shadow], found: Shadow,
     out: Tensor,
 ) -> Shadow:  # fmt: skip

@@ -224,8 +224,8 @@ def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
     if found is not None or call.name.endswith("_like") or all(s.factor is None for s in shadows):
         return found
     factor = _kept_factor(call)
-    told = None if factor is None else _told(call)
-    if told is None:
+    described = None if factor is None else _by_rule(call)
+    if described is None:
         flags = LEARNED
         for shadow in shadows:
             flags |= shadow.flags & STICKY
@@ -235,7 +235,7 @@ def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
             s.sample, s.flags, degree=s.degree, part=s.part,
             factor=factor if s.factor is None else hash((s.factor, factor)),
         )
-        for s in told
+        for s in described
     ]  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def _is_linear(call: Operation) -> bool:
     return backward and call.func._schema.arguments[0].name.startswith("grad")
 
 
-def _told(call: Operation) -> list[Shadow] | None:
+def _by_rule(call: Operation) -> list[Shadow] | None:
     """Returns the rule's result for the operation."""
     held = [x for x in call._shadows.values() if x.held]
     if not held:
@@ -313,13 +313,13 @@ def _told(call: Operation) -> list[Shadow] | None:
         for shadow in call._shadows.values():
             flags |= shadow.flags & (TRAINED | FOREIGN)
         return [call.tracer.shadows.of_no_sample(flags)] * len(call.outs)
-    told = None if call.kind.rule is None else call.kind.rule(call)
-    if told is None:
+    described = None if call.kind.rule is None else call.kind.rule(call)
+    if described is None:
         return None
     kept = 0
     for shadow in call._shadows.values():
         kept |= shadow.flags & STICKY | (LEARNED if shadow.flags & TRAINED else 0)
-    return [call.tracer._shadow(x, out, kept) for x, out in zip(call.outs, told, strict=True)]
+    return [call.tracer._shadow(x, out, kept) for x, out in zip(call.outs, described, strict=True)]
 
 
 def shared(call: Operation, x: object) -> int | None:

@@ -94,13 +94,13 @@ def all_aside() -> Iterator[None]:
     here = [tracer for tracer in RUNNING if tracer.here]
     for tracer in here:
         tracer.idle += 1
-    for told in ASIDE:
-        told(1)
+    for listener in ASIDE:
+        listener(1)
     try:
         yield
     finally:
-        for told in ASIDE:
-            told(-1)
+        for listener in ASIDE:
+            listener(-1)
         for tracer in here:
             tracer.idle -= 1
 
@@ -462,7 +462,7 @@ class Tracer(TorchDispatchMode):
                 for f in found
             ]
         if any(s.partial for s in (*found, *shadows)):
-            found = law.parts_told(self, kind, args, tensors, shadows, found, outs)
+            found = law.parts_described(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
             found = [self._nobody(outs[0])]
@@ -495,11 +495,11 @@ class Tracer(TorchDispatchMode):
             found = factored(call, shadows)
             if found is not None:
                 return found
-        told = self._told(call)
-        if told is None:
+        described = self._by_rule(call)
+        if described is None:
             return probed(call, tensors, shadows, kept, before)
         found = [
-            self._shadow(x, out, kept, learned) for x, out in zip(call.outs, told, strict=True)
+            self._shadow(x, out, kept, learned) for x, out in zip(call.outs, described, strict=True)
         ]
         mixed = [s for s in found if s.mixed]
         if mixed and call.name in _SHARP and self.probes and not any(s.mixed for s in shadows):
@@ -510,7 +510,7 @@ class Tracer(TorchDispatchMode):
         return found
 
     @staticmethod
-    def _told(call: Operation) -> Any:
+    def _by_rule(call: Operation) -> Any:
         """Returns the rule's result; None if there is no rule or it does not cover these arguments."""
         try:
             return None if call.kind.rule is None else call.kind.rule(call)
