@@ -53,8 +53,8 @@ def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[
     # Dot products as a batched product: g * x is never in memory.
     product = torch.bmm(g.reshape(b * c, 1, t), x.reshape(b * c, t, 1)).view(b, c)
     groups = (b, mean.shape[1], c // mean.shape[1])
-    centred = product.view(groups) - widen(mean)[:, :, None] * bias.view(groups)
-    return (centred * widen(rstd)[:, :, None]).view(b, c), bias
+    centered = product.view(groups) - widen(mean)[:, :, None] * bias.view(groups)
+    return (centered * widen(rstd)[:, :, None]).view(b, c), bias
 
 
 # -------------------------------------------------------------------------------------------------

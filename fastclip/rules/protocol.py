@@ -29,7 +29,7 @@ from fastclip.rules.records import KeptRecord, Record
 # -------------------------------------------------------------------------------------------------
 # Whether a module still computes what its rule was written for.
 #
-# torch's layers can be customised without overriding `forward`: by a method that it calls
+# torch's layers can be customized without overriding `forward`: by a method that it calls
 # (`_conv_forward`), by a property instead of a weight, or for a single module by an attribute.
 # A rule sees none of this.
 
@@ -95,7 +95,7 @@ def originals(cls: type) -> Originals:
     return Originals({name: getattr(cls, name) for name in (*sorted(names), *_ACCESS)})
 
 
-def customised(module: Any, cls: type, known: Originals) -> list[str]:
+def customized(module: Any, cls: type, known: Originals) -> list[str]:
     """Returns names of what `module` does differently from `cls` at the registration of its rule.
 
     Args:
@@ -280,7 +280,7 @@ def registered_rule(module: Any) -> LayerRule | None:
         own
     ):  # weight and bias are one parameter, and a record covers one
         return None
-    return None if is_parametrized(module) or customised(module, cls, _ORIGINALS[cls]) else rule
+    return None if is_parametrized(module) or customized(module, cls, _ORIGINALS[cls]) else rule
 
 
 def is_registered(cls: type) -> bool:
@@ -288,13 +288,13 @@ def is_registered(cls: type) -> bool:
     return cls in _RULES or f"{cls.__module__}.{cls.__qualname__}" in _RULES
 
 
-def check_customised(module: Any) -> None:
+def check_customized(module: Any) -> None:
     """Raises TypeError if methods of a module with a rule were replaced since make_private."""
     own = type(module)
     if own in _RULES and unchanged(module, own, _ORIGINALS[own]):
         return  # nearly all, in every call
     cls, _ = _matching(module)
-    changed = [] if cls is None else customised(module, cls, _ORIGINALS[cls])
+    changed = [] if cls is None else customized(module, cls, _ORIGINALS[cls])
     if changed:
         raise TypeError(
             f"{', '.join(changed)} have been replaced since make_private, which chose the rule of "

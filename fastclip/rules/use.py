@@ -57,7 +57,7 @@ class UseRule(ABC):
     routed = False
     """The rule also works if samples are identified per entry instead of by a batch axis."""
     keeps_output = False
-    """The function saves its own output for its backward pass, so that it must not be changed."""
+    """The function saves its own output for its backward pass: the output must not change."""
     last = False
     """Tried after all others: it covers many functions, at a higher cost."""
     own_memory = False

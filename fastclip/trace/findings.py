@@ -161,7 +161,7 @@ class Cause:
 _SAID = {
     "factor": "Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
     "are not independent. {denominator}.",
-    "calls": "Your loss joins calls of the model on different samples of the batch, which would be "
+    "calls": "Your loss joins calls of the model on different samples of the batch, so these would be "
     "clipped as the same samples. Pass the whole batch to every call, its samples in one order.",
     "place": "{use} holds samples in other positions in this batch than in the dry run. Pass the batch "
     "to the model again, and fastclip traces it as a whole.",

@@ -209,7 +209,7 @@ def mean_of(call: Operation, found: at.Attribution) -> int | None:
     if (moved or several) and not at.are_as_many(
         found, memory.samples, memory.present, beside=not moved
     ):
-        call.by_values = True  # so that it is noted every time
+        call.by_values = True  # it is noted every time
         call.tracer.counts.add(call.operands, call.tracer.lines.current())
         return None
     call.tracer.report.counted |= moved

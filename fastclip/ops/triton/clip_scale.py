@@ -77,7 +77,7 @@ def _clip_kernel(
     norm_sq, threshold, origin, bound, weights, groups, layers, scales, norms, counts,
     stride_l, stride_b, L, B, K, ALL,
     KIND: tl.constexpr, PARAMETER: tl.constexpr, POLICY: tl.constexpr, TAU: tl.constexpr,
-    BELOW: tl.constexpr, CENTRED: tl.constexpr, PER_LAYER: tl.constexpr, GROUPED: tl.constexpr,
+    BELOW: tl.constexpr, CENTERED: tl.constexpr, PER_LAYER: tl.constexpr, GROUPED: tl.constexpr,
     PER_GROUP: tl.constexpr, NORMALIZED: tl.constexpr, BOUNDED: tl.constexpr,
     WEIGHTED: tl.constexpr, SUBSET: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
     ROOM_WITHIN: tl.constexpr,
@@ -168,7 +168,7 @@ def _clip_kernel(
                 tl.atomic_add(counts + cell, belongs.to(tl.float64), mask=belongs)
         else:
             ones = tl.where(first & inside, 1.0, 0.0).to(tl.float64)
-            if CENTRED:
+            if CENTERED:
                 ones = tl.where(inside, ones - 0.5, 0.0)
             tl.atomic_add(counts, tl.sum(ones, 0))
 
@@ -202,7 +202,7 @@ def clip_scale(
         scales, norms, counts if counts is not None else nothing,
         norm_sq.stride(0), norm_sq.stride(1), length, b, num_groups, total_layers,
         KIND=numbers.scale.value, PARAMETER=numbers.parameter, POLICY=numbers.policy.value,
-        TAU=numbers.tau, BELOW=numbers.below, CENTRED=numbers.centred,
+        TAU=numbers.tau, BELOW=numbers.below, CENTERED=numbers.centred,
         PER_LAYER=policy.per_layer, GROUPED=grouped,
         PER_GROUP=grouped and state.threshold.dim() == 1, NORMALIZED=strategy.scale.normalized,
         BOUNDED=state.bound is not None, WEIGHTED=state.weights is not None and grouped,
