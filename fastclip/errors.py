@@ -1,7 +1,7 @@
-"""Every mistake that fastclip can name, and how it warns.
+"""The errors of fastclip, and its warnings.
 
 A message has two sentences: the cause (what, where, the shapes), then the usual fix. It ends with
-the heading of docs/errors.md that says more, `See errors.html#ANCHOR`.
+`See errors.html#ANCHOR`, a heading of docs/errors.md with more information.
 
 Each error is also the type that a caller of Opacus or PyTorch would catch.
 """
@@ -51,9 +51,8 @@ class FastclipError(Exception):
     """Base of all errors raised by fastclip.
 
     Args:
-        message: the cause and the fix; another error's text in it may end with that one's anchor.
-        doc: the anchor, one of `ANCHORS`; None: that of an error whose text the message holds, or
-            the class's own.
+        message: the cause and the fix. It may contain another error's text, with its anchor.
+        doc: the anchor, one of `ANCHORS`. None: the anchor of the contained error, or the class's.
     """
 
     doc: str | None = None
@@ -64,12 +63,12 @@ class FastclipError(Exception):
             self.doc = doc
 
     def __str__(self) -> str:
-        """The message, with its anchor once, at the end."""
+        """Returns the message, with its anchor once, at the end."""
         return see(super().__str__(), vars(self).get("doc"), self.doc)
 
 
 def see(text: str, doc: str | None, default: str | None = None) -> str:
-    """`text`, with one anchor at its end: this one, or the one that it holds, or the default."""
+    """Returns `text` with one anchor at its end: `doc`, or the one it contains, or the default."""
     held = _SEE.search(text)
     anchor = doc or (held[1] if held else default)
     bare = _SEE.sub("", text)
@@ -83,7 +82,7 @@ class ArgumentError(FastclipError, ValueError):
 
 
 class ArgumentTypeError(FastclipError, TypeError):
-    """A keyword has a value of the wrong type, or is not known."""
+    """A keyword has a value of the wrong type, or is unknown."""
 
 
 class BatchSizeError(FastclipError, ValueError):
@@ -99,7 +98,7 @@ class GraphError(FastclipError, RuntimeError, ValueError):
 
 
 class ParameterLeakError(FastclipError, RuntimeError, ValueError):
-    """A private parameter was used where it is not followed: its gradient would be unclipped."""
+    """A private parameter was used where it cannot be followed: its gradient would be unclipped."""
 
     doc = "untracked-use"
 
@@ -111,25 +110,25 @@ class StepError(FastclipError, ValueError, RuntimeError):
 
 
 class GradSampleError(FastclipError, AttributeError, RuntimeError):
-    """Per-sample gradients were asked for, and none are kept."""
+    """Per-sample gradients were requested, but none are kept."""
 
     doc = "per-sample-gradients"
 
 
 class SecureModeError(FastclipError, RuntimeError, ImportError):
-    """Cryptographic noise cannot be drawn here, and no other may take its place."""
+    """Cryptographic noise cannot be drawn here, and no other noise may replace it."""
 
     doc = "secure-mode"
 
 
 class CheckError(FastclipError, AssertionError):
-    """A check of fastclip.testing has found something wrong; the message is its report."""
+    """A check of fastclip.testing has failed; the message is its report."""
 
     doc = "failed-checks"
 
 
 def where(path: str | None, module: object = None) -> str:
-    """A part of the model as messages name it."""
+    """Returns the name of a part of the model for messages."""
     name = path or "the model"
     return name if module is None else f"{name} ({type(module).__name__})"
 
@@ -145,8 +144,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> type[FastclipError]:
-        """The class above, made when it is first asked for: it needs Opacus, whose import takes longer
-        than torch's, and fastclip.ops and fastclip.clipping need none of it."""
+        """Makes the class above at its first use. It needs Opacus, whose import takes longer than
+        torch's, and which fastclip.ops and fastclip.clipping do not need."""
         if name != "UnsupportedLayerError":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from opacus.validators.errors import UnsupportedModuleError
@@ -160,23 +159,22 @@ else:
 
 
 VALUES_IN_LOSSES = (
-    "where a loss takes a value of parameters, compute that loss in the model's forward and return one "
-    "loss a row, [b] (a value that is returned once a row, with .expand(len(x), *value.shape), is exact "
-    "only where entry i goes into row i's own loss, before any mean)"
+    "Compute a loss of parameter values in the model's forward, and return one loss per sample, of "
+    "shape [b]"
 )
-"""A value of all samples' gradients, one of their mean foremost, cannot be told from a sample's own."""
+"""The fix if a loss depends on parameter values: its gradient may mix samples."""
 PER_SAMPLE = 'Pass model_loss="per_sample" to make_private'
-"""The way out of a mean cross entropy over the batch's labels that the model computes itself."""
+"""The fix if the model itself computes a mean cross entropy over the labels of the batch."""
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers", "importlib")
 _UNCOUNTED = "importlib._bootstrap"
-"""Its frames are none for `stacklevel`."""
+"""`stacklevel` does not count its frames."""
 
 
 def say(message: str, category: type[Warning] = UserWarning, doc: str | None = None) -> None:
-    """Warn, pointing at the nearest line outside fastclip and the libraries that it works with.
+    """Warns, pointing at the nearest line outside fastclip and the libraries that it works with.
 
     Args:
-        message: what happened, and what to do. doc: one of `ANCHORS`, or None.
+        message: the cause, and the fix. doc: one of `ANCHORS`, or None.
     """
     message = see(message, doc)
     level, frame = 2, sys._getframe(1)

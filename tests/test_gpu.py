@@ -304,7 +304,7 @@ def test_replayed_graphs_draw_new_seeded_noise_and_no_secure_noise() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ops.fill_normal(out, 1.0, seeded)
-        with pytest.raises(StepError, match="cannot be part of a CUDA graph"):
+        with pytest.raises(StepError, match="cannot be captured in a CUDA graph"):
             ops.fill_normal(out, 1.0, secure)
     draws = []
     for _ in range(3):

@@ -117,9 +117,9 @@ class Named(UseBackward):
 
 
 def test_old_names_in_rules() -> None:
-    with pytest.warns(DeprecationWarning, match=r": use use\.samples"):
+    with pytest.warns(DeprecationWarning, match=r" is deprecated. Call use\.samples"):
         assert Named().rows(3) == ("samples", 3)
-    with pytest.warns(DeprecationWarning, match=r": use use\.sample_of_entry"):
+    with pytest.warns(DeprecationWarning, match=r" is deprecated. Call use\.sample_of_entry"):
         assert Named().entry_owners() == "sample of entry"
 
 

@@ -101,7 +101,7 @@ def test_the_wheel_in_an_empty_environment(built: tuple[Path, Path], tmp_path: P
         run([str(python), "-m", "pip", "install", "--quiet", wanted], tmp_path)
     run_snippet(python, tmp_path / "empty")
     found = run([str(python), "-m", "fastclip.doctor"], tmp_path)
-    assert "reinstall fastclip from its source distribution" in found
+    assert "Reinstall fastclip from its source distribution" in found
 
 
 def run_snippet(python: Path, site: Path, imported_from: str = "") -> None:

@@ -17,7 +17,7 @@ from fastclip.errors import GraphError, where
 from fastclip.ops.units import UnitSamples
 from fastclip.rules import Record
 from fastclip.rules.contribution import Contribution, FoldedRecord, LastCast
-from fastclip.rules.protocol import check_customised
+from fastclip.rules.protocol import check_customized
 from fastclip.samples.batch_axis import BatchAxis
 from fastclip.samples.calls import Forward
 
@@ -57,7 +57,7 @@ class PrivateLayer(Function):
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
         rule = call.handle.rule
         assert rule is not None
-        check_customised(call.module)
+        check_customized(call.module)
         operand = x
         if rule.multiplies:
             call.forward.cast = call.forward.cast or LastCast()

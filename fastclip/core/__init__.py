@@ -1,1 +1,1 @@
-"""What belongs to no subject of its own: arguments, the process, numerics, autograd, builds."""
+"""Shared foundations: arguments, the process, numerics, autograd, builds."""

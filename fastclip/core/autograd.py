@@ -1,7 +1,7 @@
-"""Private functions in torch's graph: who takes part in a backward pass, and that it is the only one;
-what they save for it; and the nodes of a graph.
+"""Private functions in torch's graph: which take part in a backward pass, and what they save for it;
+and the nodes of a graph.
 
-They can be differentiated once; a second derivative is refused with a sentence of ours.
+They can be differentiated once. A second derivative raises GraphError.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PRIVATE: set[type] = set()
 
 
 def private_function(function: type[Function]) -> type[Function]:
-    """Class decorator of a function of the private model: `is_private` knows its nodes."""
+    """Class decorator of a function of the private model: `is_private` recognizes its nodes."""
     _PRIVATE.add(node_type(function))
     return function
 
 
 def is_private(node: Node) -> bool:
-    """Whether a node of the graph is a private layer's, or use's."""
+    """Whether a node of the graph belongs to a private layer or use."""
     return type(node) in _PRIVATE or is_of_cpp(node)
 
 
@@ -49,10 +49,10 @@ def is_of_cpp(node: Node) -> bool:
 
 
 def above_private(nodes: deque[Node], private: list[Node] | None = None) -> Iterator[Node]:
-    """The nodes that are reached without going through a private layer's or use's, nearest ones first.
+    """Yields the nodes reached without passing through a private one, nearest first.
 
     Args:
-        nodes: to begin with; it is used up. private: takes the private nodes that stopped the walk.
+        nodes: start of the walk; it is used up. private: takes the private nodes that end the walk.
     """
     seen: set[Node] = set()
     while nodes:
@@ -69,9 +69,9 @@ def above_private(nodes: deque[Node], private: list[Node] | None = None) -> Iter
 
 
 def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorator of the backward of a private function, in place of torch's `once_differentiable`.
+    """Decorator of the backward of a private function, instead of torch's `once_differentiable`.
 
-    Under create_graph=True the gradients are the same numbers; to differentiate them raises
+    Under create_graph=True the gradients are the same numbers. Differentiating them raises
     GraphError.
     """
 
@@ -87,26 +87,27 @@ def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def refusing(x: Tensor, *gradients: Tensor | None) -> Tensor:
-    """`x`, computed of these, with no derivative.
+    """Returns `x`, computed from these gradients, whose derivative raises GraphError.
 
-    Tied to what came in, so that the refusal lies between it and the model's inputs, and to a leaf, for
-    gradients that do not depend on the output but on the weights alone.
+    It depends on the gradients, and the error lies between them and the model's inputs. It also depends
+    on a leaf, for gradients that depend only on the weights.
     """
     with torch.enable_grad():
-        return _Refusal.apply(x.detach().requires_grad_(), *gradients)
+        return _DifferentiableOnce.apply(x.detach().requires_grad_(), *gradients)
 
 
 def unopened(layer: str) -> GraphError:
-    """A backward pass reached a layer, and nothing says where it began."""
+    """Returns the error for a backward pass that reached a layer but did not begin at the output."""
     return GraphError(
-        f"the backward pass reached {layer} without passing through the output of the private model; "
-        "compute the loss from what the model's own forward returns, in one backward pass, or wrap "
-        "passes that must not train in engine.paused()"
+        f"The backward pass reached {layer} without passing through the output of the private "
+        "model. Compute the loss from what the model's own forward returns, or wrap the pass in "
+        "engine.paused() if it must not train.",
+        doc="untracked-use",
     )
 
 
-class _Refusal(Function):
-    """Its first argument, with no derivative."""
+class _DifferentiableOnce(Function):
+    """The identity on the first argument, whose derivative raises GraphError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *gradients: Tensor | None) -> Tensor:
@@ -115,15 +116,15 @@ class _Refusal(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
         raise GraphError(
-            "a loss that holds gradients taken through the private model (a gradient penalty, "
-            "create_graph=True) would be differentiated through it twice, and private layers can be "
-            "differentiated once: penalize the difference of its outputs at two inputs instead, "
-            "(model(x + e * v) - model(x)) / e, which needs one backward pass"
+            "The loss contains gradients taken through the private model, but private layers can "
+            "be differentiated only once. Penalize the difference of its outputs at two inputs "
+            "instead, (model(x + e * v) - model(x)) / e.",
+            doc="second-backward",
         )
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """`ctx.save_for_backward`; where somebody's hooks take the tensors, where they lie is noted."""
+    """Calls `ctx.save_for_backward`. If a user's hooks take the tensors, it notes their memory."""
     ctx.save_for_backward(*tensors)
     hooks = saving_hooks(False)
     ctx.lay = None
@@ -132,11 +133,11 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
-    """What `save` was given.
+    """Returns the tensors that `save` was given.
 
     Raises:
-        GraphError: hooks that are not torch's have put other tensors in their place. What these hold may
-            depend on all samples (one scale of a compressed batch), and no look at a model would see it.
+        GraphError: hooks that are not torch's replaced them. The new ones may depend on all samples (one
+            scale of a compressed batch), and no dry run would show it.
     """
     found: tuple[Any, ...] = ctx.saved_tensors
     if ctx.lay is None:
@@ -144,17 +145,18 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     for x, lay in zip(found, ctx.lay, strict=True):
         if x is not None and (lay.expired() or lay.cdata != memory_of(x)):
             raise GraphError(
-                "saved_tensors_hooks have replaced a tensor that a private layer saved for its backward "
-                "pass, and what they make of a row may depend on the others (one scale for the batch): "
-                "use torch's own (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint)"
+                "saved_tensors_hooks replaced a tensor that a private layer saved, so one "
+                "sample's gradient may depend on other samples. Use torch's own hooks, "
+                "torch.autograd.graph.save_on_cpu or torch.utils.checkpoint.",
+                doc="changed-tensors",
             )
     return found
 
 
 def fills_a_checkpoint() -> bool:
-    """Whether what runs is computed again for its saved tensors alone, by a checkpoint without reentry.
+    """Whether a non-reentrant checkpoint recomputes the running code only for its saved tensors.
 
-    No gradient goes through what it computes: the nodes of the first computation take these tensors.
+    No gradient goes through these results: the nodes of the first computation take the saved tensors.
     """
     hooks = saving_hooks(False)
     return hooks is not None and _is_of_torch(hooks[0]) and RECOMPUTATION in hooks[0].__qualname__
@@ -167,10 +169,10 @@ def _is_of_torch(hook: Any) -> bool:
 def taking_part(
     ctx: Any, parameters: Collection[nn.Parameter], known: Container[nn.Parameter]
 ) -> list[bool]:
-    """Which of a private function's last arguments are known and wanted by the running backward pass.
+    """Returns which of a private function's last arguments are known and take part in the backward pass.
 
-    `needs_input_grad` does not shrink under autograd.grad; whether the engine will run the
-    parameter's own node tells.
+    `needs_input_grad` does not shrink under autograd.grad. Instead this checks whether autograd will run
+    the parameter's own node.
     """
     edges = ctx.next_functions
     edges = edges[len(edges) - len(parameters) :]
@@ -179,7 +181,7 @@ def taking_part(
 
 
 def takes_part(node: Any) -> bool:
-    """Whether the running backward pass wants the gradient of the parameter whose node this is."""
+    """Whether the running backward pass computes the gradient of this node's parameter."""
     if node is None:
         return False
     try:
@@ -188,16 +190,17 @@ def takes_part(node: Any) -> bool:
         if "autograd.grad" in str(error):
             return False  # it asks for tensors, not for p.grad
         raise GraphError(
-            "torch does not say whether a parameter takes part in the backward pass "
-            f"({error}), so it might be left untrained; use loss.backward()"
+            f"Torch does not report whether a parameter takes part in the backward pass ({error}), "
+            "so it could be left untrained. Call loss.backward().",
+            doc="second-backward",
         ) from error
 
 
 def reached_without(roots: Iterable[Node], stop: Callable[[Node], bool]) -> tuple[set, set]:
-    """Walk down from `roots`, not through nodes for which `stop` is true.
+    """Walks down from `roots`, not through nodes for which `stop` is true.
 
     Returns:
-        the other nodes that were reached, and those at which the walk stopped.
+        The other nodes that were reached, and those at which the walk stopped.
     """
     passed: set[Node] = set()
     stopped: set[Node] = set()

@@ -1,7 +1,7 @@
-"""A process of its own that compiles what a plan says: `python -I -S build_worker.py PLAN LOCK`.
+"""A separate process that compiles by a plan: `python -I -S build_worker.py PLAN LOCK`.
 
-It imports nothing of fastclip, and no torch. A library gets its name when it is whole and was tried, so
-that whoever ends this process leaves nothing that would be loaded.
+It imports neither fastclip nor torch. A library gets its name only when it is complete and was tried. If
+this process is killed, it leaves nothing that would be loaded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 _KEPT = 100
-"""Lines of a compiler that has failed."""
+"""Lines kept from a compiler that failed."""
 _LONGEST = 3600.0
-"""Seconds of one command."""
+"""Maximal seconds of one command."""
 
 
 class _Failed(Exception):
-    """What a command that has failed has said."""
+    """The output of a failed command."""
 
 
 def run(command: Sequence[str], lock: int) -> None:
-    """One command in the folder of the build. While it runs, the lock is held by it, too."""
+    """Runs one command in the build folder, which holds the lock too while it runs."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -42,7 +42,7 @@ def run(command: Sequence[str], lock: int) -> None:
 
 
 def make(module: dict[str, Any], jobs: int, lock: int) -> None:
-    """Compile one module, or leave the log of why not."""
+    """Compiles one module, or leaves a log of the failure."""
     try:
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(lambda command: run(command, lock), module["units"]))
@@ -57,16 +57,16 @@ def make(module: dict[str, Any], jobs: int, lock: int) -> None:
 
 
 def put(part: Path, final: Path) -> None:
-    """Under its name once it is on the disk."""
+    """Renames a file to its final name after it is on the disk."""
     with part.open("rb+") as file:
         os.fsync(file.fileno())
     os.replace(part, final)
 
 
 def main(plan: str, lock: str) -> None:
-    """Go on alone, and compile at the lowest priority."""
+    """Detaches, and compiles at the lowest priority."""
     if os.fork():
-        os._exit(0)  # nobody is to wait for it
+        os._exit(0)  # the parent need not wait
     os.nice(19)
     os.umask(0o077)
     folder = Path(plan).parent

@@ -1,4 +1,4 @@
-"""Compiled modules of csrc/: where they are kept, whether they fit, compiling in the background."""
+"""Compiled modules of csrc/: their cache, whether they fit, and compiling in the background."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fastclip.core.build_recipe import CSRC, NotBuilt, is_current, mark_of
 from fastclip.errors import say
 
 # -------------------------------------------------------------------------------------------------
-# The folder in which fastclip keeps what it has measured and compiled on this machine.
+# The folder for measurements and compiled modules of this machine.
 
 
 def cache_folder() -> Path:
-    """$FASTCLIP_CACHE, else `fastclip` below $XDG_CACHE_HOME or ~/.cache. It need not be there.
+    """Returns $FASTCLIP_CACHE, else `fastclip` below $XDG_CACHE_HOME or ~/.cache. It may not exist.
 
     Raises:
-        OSError: nobody can tell where the user's files are.
+        OSError: the user's home folder is unknown.
     """
     named = os.environ.get("FASTCLIP_CACHE")
     if named:
@@ -41,19 +41,19 @@ def cache_folder() -> Path:
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise OSError(f"{error}: let FASTCLIP_CACHE name a folder") from error
+        raise OSError(f"{error}. Set FASTCLIP_CACHE to a folder.") from error
     return root.absolute() / "fastclip"
 
 
 # -------------------------------------------------------------------------------------------------
-# Where a module that was compiled for this torch is kept, which nobody else may write to.
+# The place of a module compiled for this torch, which nobody else may write to.
 #
-# A library that is loaded runs as the user. So it is loaded only where its folder and its file are
-# the user's or root's, and nobody else may write to them.
+# A loaded library runs as the user. It is loaded only if its folder and file belong to the user or
+# root, and nobody else may write to them.
 
 
 class Place(NamedTuple):
-    """Of one module, of these sources, for this torch and this Python."""
+    """The place of one module, for these sources, this torch and this Python."""
 
     name: str
     """fastclip.`name`."""
@@ -68,26 +68,26 @@ class Place(NamedTuple):
 
     @property
     def log(self) -> Path:
-        """Of a build that has failed. Its first line tells what was tried."""
+        """The log of a failed build. Its first line says what was tried."""
         return self.folder / f"{self.name}-{self.mark}.log"
 
     @property
     def lock(self) -> Path:
-        """Held while anything is compiled for this torch."""
+        """The lock, held while anything is compiled for this torch."""
         return self.folder / "lock"
 
 
 def place_of(name: str, part: str) -> Place:
-    """The place of a module; nothing need be there.
+    """Returns the place of a module, which may not exist yet.
 
     Raises:
-        OSError: its sources are not there, or the user has no cache.
+        OSError: its sources are missing, or the user has no cache.
     """
     return Place(name, part, mark_of(part), cache_folder() / "compiled" / _fits())
 
 
 def _fits() -> str:
-    """What a library is compiled for."""
+    """Returns the environment that a library is compiled for."""
     python = EXTENSION_SUFFIXES[0].strip(".").removesuffix(".so")
     libc = (os.confstr("CS_GNU_LIBC_VERSION") or "libc").replace(" ", "-")
     git = hashlib.sha256(str(torch.version.git_version).encode()).hexdigest()[:8]
@@ -95,10 +95,10 @@ def _fits() -> str:
 
 
 def make_folder(place: Place) -> None:
-    """Make it, for the user alone.
+    """Makes the folder, for the user alone.
 
     Raises:
-        OSError: it cannot be made or written to, or others can.
+        OSError: it cannot be made or written to, or others can write to it.
     """
     for folder in (*reversed(place.folder.parents), place.folder):
         if not folder.is_dir():
@@ -107,25 +107,25 @@ def make_folder(place: Place) -> None:
 
 
 def check_folder(place: Place) -> None:
-    """Refuse a folder in which this user cannot keep anything, or others can; it need not be there.
+    """Checks that this user can write to the folder and others cannot. It may not exist yet.
 
     Raises:
-        OSError: saying so.
+        OSError: with the reason.
     """
     for folder in (place.folder.parent, place.folder):
         if os.path.lexists(folder):
             check_own(folder)
     there = next(path for path in (place.folder, *place.folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written to")
+        raise PermissionError(f"{there} is not writable")
 
 
 def check_own(path: Path) -> None:
-    """Refuse a file or folder that somebody else may have written.
+    """Checks that nobody else can have written a file or folder.
 
     Raises:
         PermissionError: it is a link, another user's, or others may write to it.
-        OSError: it is not there.
+        OSError: it does not exist.
     """
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) or found.st_uid not in (os.getuid(), 0):
@@ -135,10 +135,10 @@ def check_own(path: Path) -> None:
 
 
 def load(place: Place) -> ModuleType:
-    """Import the library as fastclip.`name`.
+    """Imports the library as fastclip.`name`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: it does not exist.
         PermissionError: somebody else may have written it.
         ImportError: it does not fit.
     """
@@ -147,7 +147,7 @@ def load(place: Place) -> ModuleType:
     # pybind11 keeps modules by their names, and the package's may be another torch's.
     spec = importlib.util.spec_from_file_location(f"{__package__}.{place.name}", place.library)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{place.library} is no module of this Python")
+        raise ImportError(f"{place.library} is not a module of this Python")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[f"fastclip.{place.name}"] = module
@@ -156,7 +156,7 @@ def load(place: Place) -> ModuleType:
 
 
 def is_locked(place: Place) -> bool:
-    """Whether somebody compiles for this torch now."""
+    """Whether a process compiles for this torch now."""
     import fcntl  # of systems on which anything is compiled
 
     try:
@@ -170,9 +170,9 @@ def is_locked(place: Place) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# What fits one torch alone: of the user's cache where the package has none, or noted as missing.
+# Modules that fit only one torch: from the user's cache if the package has none, or noted as missing.
 #
-# Which one serves is decided when it is imported, for the whole process.
+# The first import decides which one is used, for the whole process.
 
 
 class Missing(NamedTuple):
@@ -181,38 +181,38 @@ class Missing(NamedTuple):
     part: str
     """The folder of csrc/ that becomes it."""
     refused: str
-    """Why the one in the cache does not serve, if there is one."""
+    """Why the one in the cache is not used, if there is one."""
 
 
 MISSING: dict[str, Missing] = {}
-"""By name: what `compile_missing` compiles."""
+"""The modules that `compile_missing` compiles, by name."""
 CACHED: dict[str, Place] = {}
-"""By name: what has come from the cache."""
+"""The modules loaded from the cache, by name."""
 
 
 def is_off() -> bool:
-    """Whether the user wants what is installed and nothing else, or the system has nothing else."""
+    """Whether compiling is turned off by the user or unsupported by the system."""
     return os.environ.get("FASTCLIP_BUILD") == "0" or sys.platform != "linux"
 
 
 def find(name: str, part: str) -> ModuleType:
-    """A module from the cache.
+    """Loads a module from the cache.
 
     Args:
         name: in fastclip. part: the folder of csrc/ that becomes it.
 
     Raises:
-        ImportError: there is none that may be loaded.
+        ImportError: none can be loaded.
     """
     MISSING[name] = Missing(part, "")
     if is_off():
-        raise ImportError("nothing is compiled where it runs")
+        raise ImportError("fastclip compiles nothing at run time here")
     try:
         place = place_of(name, part)
         module = load(place)
         check_mark(module, place)
     except FileNotFoundError as error:
-        raise ImportError(f"no fastclip.{name} is in the cache yet") from error
+        raise ImportError(f"The cache has no fastclip.{name} yet") from error
     except (OSError, ImportError) as error:
         MISSING[name] = Missing(part, str(error))
         raise ImportError(str(error)) from error
@@ -222,14 +222,14 @@ def find(name: str, part: str) -> ModuleType:
 
 
 def check_mark(module: ModuleType, place: Place) -> None:
-    """Refuse a library that is not what its name says."""
+    """Raises ImportError if a library was built from other sources than its name says."""
     found = module.versions().get("sources")
     if found != place.mark:
         raise ImportError(f"{place.library} was built from other sources ({found})")
 
 
 # -------------------------------------------------------------------------------------------------
-# Compiles what is missing while Python serves in its place: one process does it for all.
+# Compiles missing modules while Python is used instead: one process does it for all.
 
 
 _TRIAL = """
@@ -240,14 +240,14 @@ import torch
 spec = importlib.util.spec_from_file_location(name, library)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
-"""What a library must stand in a process of its own before it gets its name."""
+"""The trial of a library in a separate process, before it gets its name."""
 _begun = False
 
 
 def compile_missing() -> None:
-    """Start compiling, once a process, unless another one does; say so. It waits for nothing.
+    """Starts compiling, once per process, unless another process does, and warns. It does not wait.
 
-    Nothing is raised where it cannot be done: `python -m fastclip.doctor` says why.
+    It raises no error if compiling is impossible: `python -m fastclip.doctor` says why.
     """
     global _begun
     if _begun or not MISSING or is_off():
@@ -259,9 +259,10 @@ def compile_missing() -> None:
         return
     if begun:
         say(
-            f"fastclip compiles its C++ parts for torch {torch.__version__} in the background, which "
-            "takes a few minutes. They serve from the next start on, and Python until then; "
-            "FASTCLIP_BUILD=0 turns this off"
+            f"fastclip compiles its C++ parts for torch {torch.__version__} in the background (a "
+            "few minutes), and uses them from the next start on. Set FASTCLIP_BUILD=0 to turn "
+            "this off.",
+            doc="missing-libraries",
         )
 
 
@@ -280,12 +281,12 @@ def _begin(places: list[Place]) -> bool:
         due = [plan for plan in due if not was_tried(plan)]
         if not due:
             return False
-        for left in places[0].folder.glob("build-*"):  # by one that was killed
+        for left in places[0].folder.glob("build-*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix="build-", dir=places[0].folder))
         (folder / "plan.json").write_text(json.dumps({"modules": due, "jobs": _jobs()}))
         os.utime(lock.fileno())  # when it began
-        # The lock is held as long as anyone writes there: by the worker and by its compilers.
+        # The worker and its compilers hold the lock while they write there.
         subprocess.run(
             [
                 sys.executable, "-I", "-S", build_worker.__file__, str(folder / "plan.json"),
@@ -298,15 +299,15 @@ def _begin(places: list[Place]) -> bool:
 
 
 def _jobs() -> int:
-    """Compilers at once: each wants a gigabyte."""
+    """Returns the number of parallel compilers: each needs a gigabyte."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 def plan_of(place: Place) -> dict[str, Any]:
-    """What the worker is to do for one module.
+    """Returns the worker's plan for one module.
 
     Raises:
-        NotBuilt: there is nothing to compile it with.
+        NotBuilt: there is no compiler for it.
     """
     build_recipe.check_system()
     compiler = shlex.split(build_recipe.find_cxx())
@@ -329,7 +330,7 @@ def plan_of(place: Place) -> dict[str, Any]:
 
 
 def _mark_of(commands: list[list[str]], compiler: str) -> str:
-    """What changes with the commands, and with the compiler that runs them."""
+    """Returns a mark that changes with the commands, and with their compiler."""
     program = os.stat(compiler)
     known = commands, os.path.realpath(compiler), program.st_size, program.st_mtime_ns
     return f"tried {hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]} with {compiler}"
@@ -345,11 +346,11 @@ def was_tried(plan: dict[str, Any]) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# How a module that fits one torch alone serves, or why it does not yet, and what to do about it.
+# The state of a module that fits only one torch, and what to do if it is not used yet.
 
 
 class State(NamedTuple):
-    """Of one module."""
+    """The state of one module."""
 
     kind: str
     """package, cache, off, compiling, compiled, refused, failed, impossible or due."""
@@ -358,9 +359,9 @@ class State(NamedTuple):
 
 
 def state_of(name: str) -> State:
-    """Of fastclip.`name`, as this process has found it and as things are now.
+    """Returns the current state of fastclip.`name`, as this process uses it.
 
-    A module that was not looked for in the cache is of the package.
+    A module that was not searched in the cache belongs to the package.
     """
     fits = f"for torch {torch.__version__}"
     if name in CACHED:
@@ -368,72 +369,70 @@ def state_of(name: str) -> State:
     if name not in MISSING:
         return State("package", f"of the package, {fits}")
     if sys.platform != "linux":
-        return State("impossible", f"fastclip.{name} is built on Linux only")
+        return State("impossible", f"fastclip.{name} is built on Linux only.")
     if is_off():
-        return State("off", f"FASTCLIP_BUILD=0 leaves out fastclip.{name}: unset it")
+        return State("off", f"FASTCLIP_BUILD=0 leaves out fastclip.{name}. Unset it.")
     named = f"fastclip.{name} {fits}"
     try:
         return _missing(place_of(name, MISSING[name].part), MISSING[name].refused, named)
     except NotBuilt as reason:
-        return State("impossible", f"{named} cannot be compiled: {reason}")
+        return State("impossible", f"{named} cannot be compiled. {reason}")
     except OSError as reason:
-        told = f"{named} cannot be kept ({reason}): let FASTCLIP_CACHE name a folder of your own"
-        return State("impossible", told)
+        text = f"{named} cannot be stored ({reason}). Set FASTCLIP_CACHE to a folder of your own."
+        return State("impossible", text)
 
 
 def _missing(place: Place, refused: str, named: str) -> State:
-    """Of one that does not serve in this process."""
+    """Returns the state of a module that this process does not use."""
     check_folder(place)
     if is_locked(place):
         seconds = time.time() - place.lock.stat().st_mtime
-        told = f"{named} is being compiled since {seconds:.0f} s: start again when it is done"
-        return State("compiling", told)
+        text = f"{named} has been compiling for {seconds:.0f} s. Start again when it is done."
+        return State("compiling", text)
     if place.library.exists():
         if refused:
-            return State("refused", f"{named} is not loaded ({refused}): delete {place.library}")
-        return State("compiled", f"{named} was compiled since this process began: start again")
+            return State("refused", f"{named} is not loaded ({refused}). Delete {place.library}.")
+        return State("compiled", f"{named} was compiled after this process began. Start again.")
     if was_tried(plan_of(place)):
-        told = f"{named} did not compile, {place.log} says why: mend that, and delete this file"
-        return State("failed", told)
-    return State("due", f"{named} is compiled in the background by the next make_private")
+        text = f"{named} did not compile, see {place.log}. Fix the cause, and delete this file."
+        return State("failed", text)
+    return State("due", f"The next make_private compiles {named} in the background.")
 
 
 # -------------------------------------------------------------------------------------------------
-# The modules that csrc/ becomes: taken where they are built, of the sources that are here.
+# The modules of csrc/, loaded if they were built from the present sources.
 
 
 class _OtherSources(ImportError):
-    """The module is there, and its sources have changed since."""
+    """The module exists, but its sources have changed since."""
 
 
 def check_built(name: str, folder: str, compiler: str) -> None:
-    """Refuse a module that is absent, or that was built from other sources than a checkout has now, or
-    against another torch.
+    """Checks that a module exists and was built from the present sources, for this torch.
 
-    The launchers of those sources would hand an older module what it takes for something else, so
-    that is said aloud, too.
+    An older module would misread the arguments of present launchers. This case also gives a warning.
 
     Args:
         name: of the module in fastclip. folder: of csrc/, which becomes it. compiler: builds it.
 
     Raises:
-        ImportError: saying so, and the way out.
+        ImportError: with the reason and a suggested fix.
     """
     try:
         _of_the_package(name, folder, compiler)
     except _OtherSources as error:
-        say(str(error))
+        say(str(error), doc="missing-libraries")
         raise
 
 
 def of_this_torch(name: str, folder: str) -> ModuleType:
-    """A module that is compiled against torch: of the package, or else of the user's cache.
+    """Loads a module compiled against torch, from the package or else from the user's cache.
 
     Args:
         name: of the module in fastclip. folder: of csrc/, which becomes it.
 
     Raises:
-        ImportError: neither has one that fits; the package's is told.
+        ImportError: neither has one that fits. The text is about the package's.
     """
     try:
         return _of_the_package(name, folder, "a C++ compiler")
@@ -442,7 +441,7 @@ def of_this_torch(name: str, folder: str) -> ModuleType:
             return find(name, folder)
         except ImportError:
             if isinstance(error, _OtherSources):
-                say(str(error))
+                say(str(error), doc="missing-libraries")
         raise
 
 
@@ -450,25 +449,25 @@ def _of_the_package(name: str, folder: str, compiler: str) -> ModuleType:
     try:
         module = importlib.import_module(f"fastclip.{name}")
     except ImportError as error:
-        told = f"fastclip.{name} is not built ({error}): {how_to_build(compiler)}"
-        raise ImportError(told) from error
+        text = f"fastclip.{name} is not built ({error}). {how_to_build(compiler)}"
+        raise ImportError(text) from error
     versions: dict[str, str] = getattr(module, "versions", dict)()
     torch = importlib.import_module("torch") if "torch" in versions else None
     if torch is not None and versions["torch"] != torch.__version__.partition("+")[0]:
-        raise ImportError(f"fastclip.{name} was compiled against another torch")
+        raise ImportError(f"fastclip.{name} was compiled against another torch.")
     if not is_current(folder, versions.get("sources", "")):
         raise _OtherSources(
-            f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is not "
-            f"used: {how_to_build(compiler)}"
+            f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is "
+            f"not used. {how_to_build(compiler)}"
         )
     return module
 
 
 def how_to_build(compiler: str, package: Path = Path(__file__).parents[1]) -> str:
-    """What to do where a module of csrc/ is absent, in a checkout or where a wheel was installed."""
+    """Returns what to do if a module of csrc/ is missing, in a checkout or after a wheel."""
     if (package.parent / "csrc").is_dir():
-        return f"`make build` with {compiler} on PATH builds it"
+        return f"Run `make build` with {compiler} on PATH."
     return (
-        f"reinstall fastclip from its source distribution with {compiler} on PATH (pip install "
-        "--force-reinstall --no-deps fastclip-VERSION.tar.gz builds it)"
+        f"Reinstall fastclip from its source distribution with {compiler} on PATH: pip install "
+        "--force-reinstall --no-deps fastclip-VERSION.tar.gz."
     )

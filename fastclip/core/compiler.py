@@ -1,6 +1,6 @@
-"""Private names of torch's compilers that fastclip needs; those of the rest: fastclip.core.torch_names.
+"""Private names of torch's compilers that fastclip needs; others are in fastclip.core.torch_names.
 
-Dynamo, which takes longer to import than torch, is not imported before something is compiled.
+Dynamo takes longer to import than torch. It is not imported before something is compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 R = TypeVar("R", bound=Callable[..., Any])
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""torch.export traces; never before torch 2.7."""
+"""Whether torch.export traces; always False before torch 2.7."""
 
 
 _compiler: Callable[[], Any] = getattr(
@@ -27,13 +27,13 @@ _compiler: Callable[[], Any] = getattr(
 
 
 def is_compiled() -> bool:
-    """torch.compile traces what runs, or may: of a torch that does not say so, always."""
+    """Whether torch.compile traces the running code, or may: True if torch does not say."""
     return torch.compiler.is_dynamo_compiling() or _compiler() is not None
 
 
 def pass_over(run: R) -> R:
-    """Decorator: torch.compile does not begin to trace here. It may in what is called from here, and
-    where it traces already, it goes on."""
+    """Decorator: torch.compile does not begin to trace here. It may begin in called functions, and
+    continues if it traces already."""
     code = run.__code__  # type: ignore[attr-defined]
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "skip_code"):  # before torch 2.7
@@ -45,7 +45,7 @@ def pass_over(run: R) -> R:
 
 
 def ends_graph(run: R) -> R:
-    """Decorator: as `pass_over`, and where torch.compile traces already, its graph ends."""
+    """Decorator: as `pass_over`, and if torch.compile traces already, its graph ends."""
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return pass_over(run)
 
@@ -54,8 +54,8 @@ pass_over(is_compiled)
 
 
 def disable_dynamo(run: R) -> R:
-    """Decorator: torch.compile runs this as it is, and what it calls. Without dynamo being imported;
-    where nothing is compiled, at the cost of a question."""
+    """Decorator: torch.compile runs this function, and those it calls, unchanged. It does not import
+    dynamo, and costs one check if nothing is compiled."""
     apart = _disable_dynamo(run, True)
 
     @functools.wraps(run)
@@ -66,23 +66,23 @@ def disable_dynamo(run: R) -> R:
 
 
 def can_compile() -> bool:
-    """Whether anything has been compiled, or can have been: dynamo is imported."""
+    """Whether anything can have been compiled: dynamo is imported."""
     return "torch._dynamo" in sys.modules
 
 
 def graphs_made() -> int:
-    """How many graphs torch.compile has made in this process; another number says that it made one."""
+    """Returns how many graphs torch.compile has made in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def run_eagerly() -> Callable[[], None]:
-    """Compiled functions run as they are written from now on: under a mode dynamo would mark them as
-    never to be compiled.
+    """Lets compiled functions run eagerly from now on: under a mode dynamo would mark them as never to
+    be compiled.
 
     Returns:
-        Ends it.
+        A function that ends this.
     """
     if not can_compile() or not hasattr(torch.compiler, "set_stance"):  # before torch 2.6
         return lambda: None
@@ -91,34 +91,34 @@ def run_eagerly() -> Callable[[], None]:
     eager: Any = torch.compiler.set_stance("force_eager")
 
     def end() -> None:
-        if eval_frame._stance is eager.stance:  # nobody has asked for another one meanwhile
+        if eval_frame._stance is eager.stance:  # no other stance was set meanwhile
             eval_frame._set_stance(eager.prev)
 
     return end
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile has made this function or method of, or itself."""
+    """Returns the function or method that torch.compile has compiled, or itself."""
     if isinstance(function, MethodType):
         return MethodType(as_written(function.__func__), function.__self__)
     found: Any = getattr(function, "_torchdynamo_orig_callable", None)
-    # what functools.wraps has made of a compiled function has its attributes, too
+    # functools.wraps copies the attributes of a compiled function
     given: Any = found if found is getattr(function, "__wrapped__", None) else None
     return given or function  # type: ignore[no-any-return]
 
 
 def is_one_graph(compiled: Any) -> bool:
     """Whether a compiled module may have no graph breaks (fullgraph=True)."""
-    told = getattr(compiled.dynamo_ctx, "fullgraph", None)
-    if told is not None:
-        return told
-    # torch 2.6 remembers it by the class of what converts frames alone.
+    fullgraph = getattr(compiled.dynamo_ctx, "fullgraph", None)
+    if fullgraph is not None:
+        return fullgraph
+    # torch 2.6 remembers it only by the class of the frame converter.
     made = getattr(compiled.dynamo_ctx.callback, "_torchdynamo_orig_callable", None)
     return type(made).__name__ == "ConvertFrameAssert"
 
 
 def compile_graph(graph: Any, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """A graph of aten operators by inductor, for such inputs; random numbers are the operators' own."""
+    """Compiles a graph of aten operators with inductor, for such inputs, with eager random numbers."""
     from torch import _inductor  # which takes a second
 
     compiled: Any = _inductor.compile(graph, [*inputs], options={"fallback_random": True})

@@ -1,4 +1,4 @@
-"""Functions of others whose calls are known while they run: those inside are not told who calls them."""
+"""Functions of other libraries whose running calls are recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Noted:
-    """A function whose calls are known. As long as somebody lives who asks, ours stands in its place.
+    """A function whose calls are recorded. A wrapper replaces it while any watcher is alive.
 
     Args:
         where, name: the module or class that has it.
@@ -21,17 +21,17 @@ class Noted:
         self._where, self._name = where, name
         self._askers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._running: dict[int, list[Any]] = {}
-        """By thread, the innermost last."""
+        """Running calls by thread, the innermost last."""
         self._plain: Any = None
         self._lock = threading.RLock()
 
     def innermost(self) -> Any:
-        """What the call on this thread was given; None where there is none."""
+        """Returns the arguments of this thread's innermost call; None if there is none."""
         own = self._running.get(threading.get_ident())
         return own[-1] if own else None
 
     def watch(self, asker: Any) -> None:
-        """Calls are known as long as this lives."""
+        """Records calls as long as `asker` is alive."""
         with self._lock:
             if asker not in self._askers:
                 self._askers.add(asker)
@@ -41,12 +41,12 @@ class Noted:
                 setattr(self._where, self._name, self._heard(plain))
 
     def forget(self, asker: Any) -> None:
-        """It asks no more."""
+        """Removes a watcher."""
         self._askers.discard(asker)
         self._rest()
 
     def _rest(self) -> None:
-        """Somebody is gone. What others have put around ours meanwhile stays."""
+        """Restores the function after the last watcher, unless others have wrapped it meanwhile."""
         with self._lock:
             now = getattr(self._where, self._name)
             ours = getattr(now, "__wrapped__", None) is self._plain

@@ -21,49 +21,48 @@ from fastclip.core.torch_names import base_of, followed, precision_of, set_preci
 
 _ROW_CHUNK = 1024
 _ALIVE: ContextVar[Tensor | None] = ContextVar("alive", default=None)
-"""Scales of which none is 0."""
+"""Scales that are known to have no 0."""
 GRAM_ERROR_FACTOR = 2.0
-"""c of a Gram norm's rounding bound c * u * ||A||^2 * ||G||^2, where little cancels."""
+"""c of a Gram norm's rounding bound c * u * ||A||^2 * ||G||^2, if little cancels."""
 CANCELED_ERROR_FACTOR = 6.0
-"""The same where nearly all cancels: 3.98 is the most that was measured, at two nearly parallel
-positions of 64 features (256: 1.5, 2048: 2.3)."""
+"""The same if nearly all cancels: 3.98 is the largest measured value, at two nearly parallel positions
+of 64 features (256: 1.5, 2048: 2.3)."""
 CANCELLATION = 30.0
-"""||A||^2 ||G||^2 over t times the squared norm, at which c is halfway between the two. Of t unrelated
-positions it is about 1, and a bound of c = 6 would raise their norms by 3 u t for nothing."""
+"""||A||^2 ||G||^2 over t times the squared norm, at which c is halfway between the two. For t unrelated
+positions it is about 1, and a bound of c = 6 would raise their norms by 3 u t without need."""
 PRODUCT_ERROR_FACTOR = 1.0
-"""c of a product's rounding bound c * u * ||A|| * ||G|| (0.006 is the most that was measured)."""
+"""c of a product's rounding bound c * u * ||A|| * ||G|| (0.006 is the largest measured value)."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 and complex numbers stay as they are; everything else accumulates in float32."""
+    """Returns the accumulation type: unchanged for float64 and complex numbers, else float32."""
     return dtype if dtype == torch.float64 or dtype.is_complex else torch.float32
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in its accumulation type: itself, where it is already."""
+    """Returns `x` in its accumulation type: itself, if it already is."""
     dtype = x.dtype
     return x if dtype is torch.float32 else x.to(accumulation_dtype(dtype))
 
 
 def wide_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum along `dim` in the accumulation type, without a copy of `x` in it."""
+    """Sums along `dim` in the accumulation type, without a copy of `x` in it."""
     return x.sum(dim, dtype=accumulation_dtype(x.dtype))
 
 
 def shaped(x: Tensor, *shape: int) -> Tensor:
-    """`x` in this shape; most are in it, and a view takes longer than a look."""
+    """Returns `x` in this shape. Most have it already, and a check is faster than a view."""
     return x if x.shape == shape else x.reshape(shape)
 
 
 def laid_out_as(x: Tensor, parameter: Tensor) -> Tensor:
-    """`x` with the strides of a parameter of its shape, as autograd lays out gradients.
+    """Returns `x` with the strides of a parameter of its shape, as autograd lays out gradients.
 
-    Fused optimizers walk through the memory of a parameter and of its gradient side by side. Of a
-    parameter whose elements share memory, or leave gaps in it, autograd's gradient is dense, and so is
-    this.
+    Fused optimizers walk through the memory of a parameter and its gradient in parallel. If a
+    parameter's elements share memory, or leave gaps in it, autograd's gradient is dense, and so is this.
 
     Returns:
-        `x` itself where it has these strides.
+        `x` itself if it has these strides.
     """
     if x.stride() == parameter.stride():
         return x
@@ -72,22 +71,22 @@ def laid_out_as(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Unit roundoff u of the accumulation type of `dtype`."""
+    """Returns the unit roundoff u of the accumulation type of `dtype`."""
     return torch.finfo(accumulation_dtype(dtype)).eps / 2
 
 
 def margin(dtype: torch.dtype) -> float:
-    """Relative room left below the threshold for the rounding of norms, products and sums.
+    """Returns the relative rounding margin below the threshold for norms, products and sums.
 
-    float32 norms err by about 1e-7 on ordinary data; where all terms are equal, roundings agree in
-    sign and a norm came out low by up to 3.4e-6 (measured at t = 64, d = p = 768), which 2^-18
-    covers. Half-precision inputs are accumulated in float32, so it serves them too.
+    float32 norms err by about 1e-7 on typical data. If all terms are equal, roundings have one sign: a
+    norm was too low by up to 3.4e-6 (measured at t = 64, d = p = 768), which 2^-18 covers. Inputs in
+    half precision are accumulated in float32, so the margin covers them too.
     """
     return 2.0**-40 if dtype == torch.float64 else 2.0**-18
 
 
 def lost_squares(entries: int, dtype: torch.dtype) -> float:
-    """The most that squares (and products) which underflow can hide of a sum of `entries` terms.
+    """Returns how much underflow of squares (and products) can hide of a sum of `entries` terms.
 
     A sample of tiny inputs and huge output gradients would otherwise have a norm of 0.
     """
@@ -96,23 +95,23 @@ def lost_squares(entries: int, dtype: torch.dtype) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _chunk(length: int) -> int:
-    """Into which a row is cut: without a rest, if it can be."""
+    """Returns the size of a row's chunks, without a rest if possible."""
     divisors = (n for n in range(_ROW_CHUNK, _ROW_CHUNK // 8, -1) if length % n == 0)
     return next(divisors, _ROW_CHUNK)
 
 
 def samples_at_once(entries: int, device: torch.device) -> int:
-    """Of how many samples gradients of so many entries are computed at a time, if not kept."""
+    """Returns for how many samples at a time gradients of so many entries are computed, if not kept."""
     scratch = (8 if device.type == "cpu" else 128) << 18
     return max(1, scratch // max(1, entries))
 
 
 def row_norm_sq(x: Tensor) -> Tensor:
-    """Squared Euclidean norm of each row, ||x_b||^2, for x [b, ...]; returns [b].
+    """Returns the squared Euclidean norm of each row, ||x_b||^2, for x [b, ...]: [b].
 
-    Long rows are reduced in chunks: a plain float32 reduction over millions of entries errs by
-    1e-4 to 1e-3, this one by 1e-7. Entries that do not lie side by side would be added one after the
-    other: 1,024 that are equal come out low by 2^-17, which is more than `margin`.
+    Long rows are reduced in chunks. A plain float32 reduction over millions of entries errs by 1e-4 to
+    1e-3, this one by 1e-7. Non-adjacent entries would be added in sequence: 1,024 equal ones give a sum
+    too low by 2^-17, which is more than `margin`.
     """
     x = widen(x).reshape(x.shape[0], -1) if x.numel() else widen(x).reshape(x.shape[0], 0)
     length = x.shape[1]
@@ -130,10 +129,10 @@ def row_norm_sq(x: Tensor) -> Tensor:
 
 
 def drop_zeroed(scale: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Zero the rows [b, ...] of `operands` whose scale is 0, so that 0 * inf cannot become NaN.
+    """Zeroes the rows [b, ...] of `operands` whose scale is 0, because 0 * inf would be NaN.
 
-    On the CPU the pass over the operands is skipped when no scale is 0; on other devices it is
-    always made, because looking would synchronize.
+    On the CPU the pass over the operands is skipped if no scale is 0. On other devices it is always
+    made, because reading the scales would synchronize.
     """
     if not may_be_zero(scale):
         return operands
@@ -142,7 +141,7 @@ def drop_zeroed(scale: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def may_be_zero(scale: Tensor) -> bool:
-    """Whether one of these scales may be 0; on devices but the CPU, and in a graph, nobody looks."""
+    """Whether one of these scales may be 0; scales are read only on the CPU, outside graphs."""
     alive = _ALIVE.get()
     if alive is not None and (scale is alive or base_of(scale) is alive):
         return False
@@ -151,9 +150,9 @@ def may_be_zero(scale: Tensor) -> bool:
 
 @contextmanager
 def looked_at(scales: Tensor) -> Iterator[None]:
-    """Inside, `drop_zeroed` need not look at these scales, or at rows of them, again.
+    """Context in which `drop_zeroed` does not read these scales, or slices of them, again.
 
-    Only on the CPU: elsewhere it never looks.
+    It is for the CPU: elsewhere they are never read.
     """
     looks = scales.device.type == "cpu" and not followed()
     alive = looks and not bool((scales == 0).any())
@@ -165,38 +164,38 @@ def looked_at(scales: Tensor) -> Iterator[None]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Full float32 for norms and clipped sums, whatever precision the user allows float32 products.
+# Full float32 for norms and clipped sums, independent of the user's precision for float32 products.
 #
 # PyTorch may round the operands of a float32 product to tf32 (10 bits) or bfloat16 (7 bits): cuDNN
-# does by default, cuBLAS and oneDNN where a flag allows it. That is the user's choice for forward
-# and backward passes. But a norm and a clipped sum that round by 2^-11 bound nothing: the scales
-# leave 2^-18 for rounding. So the flags are raised while such a product is launched and put back at
-# once; they are read when an operation is launched, not when it runs.
+# by default, cuBLAS and oneDNN if a flag allows it. That is the user's choice for forward and
+# backward passes. But norms and clipped sums that round by 2^-11 bound nothing: the scales leave
+# 2^-18 for rounding. So the flags are raised while such a product is launched, and restored at once.
+# An operation reads them when it is launched, not when it runs.
 #
-# Flags are the process's. Passes of several devices run on threads of their own: whoever comes in
-# raises what is not raised, the last to leave puts all of it back, and what somebody has set
-# meanwhile stays. Python may raise KeyboardInterrupt on the way out of a block, before anything of
-# ours runs: whoever was inside is told by an object that ends with its block, so that nobody stays
-# inside for ever.
+# Flags belong to the process, and passes of several devices run in separate threads. A thread that
+# enters raises flags that are not raised, the last to leave restores all of them, and values set by
+# others meanwhile are unchanged. Python may raise KeyboardInterrupt at the end of a block, before our
+# code runs. So an object that ends with its block marks a thread as inside, and no thread stays inside
+# forever.
 #
-# 16-bit flags (`allow_bf16_reduced_precision_reduction` and its like) change nothing: operands are
-# widened to float32 before they are multiplied, or multiplied by kernels that read no flag.
+# 16-bit flags (such as `allow_bf16_reduced_precision_reduction`) have no effect: operands are widened
+# to float32 before they are multiplied, or multiplied by kernels that read no flag.
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FINE = precision_of is not None
-"""torch 2.9 has a tree of settings, of which an operation's own may inherit from those above."""
+"""torch 2.9 has a tree of settings, where an operation's setting may inherit from its parents."""
 _TREE = {"cuda": ("matmul", "conv", "rnn"), "mkldnn": ("matmul", "conv", "rnn")}
 _PRODUCTS = [(backend, operator) for backend, named in _TREE.items() for operator in named]
 _FULL = {"ieee", "none"}
 
 
 _Undo = list[tuple[Callable[[], bool], Callable[[], None]]]
-"""Of each flag that was raised: whether it still is, and what puts it back."""
+"""For each raised flag: whether it is still raised, and a function that restores it."""
 
 
 class _Flags:
-    """Raised while anybody is inside."""
+    """The precision flags, raised while any thread is inside."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # an entry may be collected in the middle of another's
@@ -205,9 +204,11 @@ class _Flags:
         self._undo: list[_Undo] = []
 
     def enter(self, entry: int) -> None:
-        """Nothing is below float32 from here on."""
+        """Raises all flags to float32."""
         with self._lock:
-            self._inside.add(entry)  # first: who leaves meanwhile leaves the flags as they are
+            self._inside.add(
+                entry
+            )  # first: a thread that leaves meanwhile does not change the flags
             if _is_lowered():
                 raised = bool(self._undo)
                 self._allowed = _matmul_allows_tf32() or (raised and self._allowed)
@@ -218,7 +219,7 @@ class _Flags:
                 self._allowed = False
 
     def leave(self, entry: int) -> None:
-        """The last one puts back what is still as it was raised, the latest first."""
+        """Restores flags that are still raised when the last thread leaves, the latest first."""
         with self._lock:
             self._inside.discard(entry)
             while self._undo and not self._inside:
@@ -237,7 +238,7 @@ _FLAGS = _Flags()
 
 
 class _Thread(threading.local):
-    """The innermost block that this thread is in; one that was interrupted is gone."""
+    """The innermost block of this thread; an interrupted one is gone."""
 
     block: Callable[[], _FullFloat32 | None] = staticmethod(lambda: None)
 
@@ -246,7 +247,7 @@ _THREAD = _Thread()
 
 
 class _FullFloat32:
-    """One block inside which float32 products keep float32; blocks may be nested, and of any thread."""
+    """A block in which float32 products keep float32; blocks may be nested, and in any thread."""
 
     _inside = False
 
@@ -269,12 +270,12 @@ class _FullFloat32:
 
 
 def full_float32() -> _FullFloat32:
-    """Context manager: the float32 products launched inside round as float32 does."""
+    """Context in which launched float32 products round as float32 does."""
     return _FullFloat32()
 
 
 def in_full_float32(function: _Function) -> _Function:
-    """The function runs inside `full_float32`; where all of a pass does, nothing is asked again."""
+    """Runs the function inside `full_float32`, without another check if the whole pass does."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -289,13 +290,13 @@ def in_full_float32(function: _Function) -> _Function:
 def user_allows_tf32() -> bool:
     """Whether the user lets float32 products of a GPU round their operands to tf32.
 
-    torch.backends.cuda.matmul.allow_tf32 raises where `fp32_precision` has been set as well.
+    torch.backends.cuda.matmul.allow_tf32 raises an error if `fp32_precision` was set too.
     """
     return _FLAGS.user_allows_tf32()
 
 
 def gpu_products() -> tuple[str, ...]:
-    """To what the user lets float32 products of a GPU be rounded, of every kind."""
+    """Returns the user's precision of a GPU's float32 products, for every kind."""
     if _FINE:
         return tuple(_get("cuda", operator) for operator in ("matmul", "conv", "rnn"))
     return torch.get_float32_matmul_precision(), str(torch.backends.cudnn.allow_tf32)
@@ -308,7 +309,7 @@ def _matmul_allows_tf32() -> bool:
 
 
 def _is_lowered() -> bool:
-    """Some product may round its operands."""
+    """Whether some product may round its operands."""
     if not _FINE:
         return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
     return not {_get(backend, operator) for backend, operator in _PRODUCTS} <= _FULL
@@ -325,12 +326,12 @@ def _set(backend: str, operator: str, value: str) -> None:
 
 
 def _raise_tree(undo: _Undo) -> None:
-    """Raise what is below full precision, from the root downwards.
+    """Raises settings below full precision, from the root down.
 
-    What a node reads may be its own or inherited. Once those above it say "ieee", whatever it still
-    reads is its own: that is noted and raised; the rest inherits "ieee", and inherits again what it did
-    as soon as those above are put back. (cuDNN's default of tf32 is of this kind since torch 2.13:
-    it yields to a setting above it, and could not be set back.)
+    The value of a node may be its own or inherited. After its parents are set to "ieee", any other value
+    is its own: this is noted and raised. The other nodes inherit "ieee", and inherit their old values
+    again when the parents are restored. (cuDNN's default of tf32 is such a value since torch 2.13: it
+    yields to a setting above it, and could not be restored.)
     """
 
     def own(backend: str, operator: str, value: str) -> None:

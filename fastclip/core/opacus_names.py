@@ -1,9 +1,9 @@
-"""What Opacus keeps to itself and fastclip needs, and what differs between its versions.
+"""Private names of Opacus that fastclip needs, and differences between its versions.
 
-Modules import these names from here, and all others from Opacus. Each private name is looked for when
-this module is imported, which whatever uses Opacus does: a version that lacks one is refused before a
-model is private, where an override that is not called, or a mark that nobody sets, would be found in
-training or not at all. tests/test_torch_names.py holds each to what is assumed of it.
+Modules import these names from here, and all others from Opacus. The import of this module checks each
+private name. A version that lacks one raises ImportError before a model is private. Otherwise an
+override that is not called, or a mark that nobody sets, would be found in training or not at all.
+tests/test_torch_names.py tests what is assumed of each name.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _TESTED = f"fastclip is tested with ({' and '.join(TESTED)})"
 # Private names
 
 OPACUS_MARK = "_forward_counter"
-"""Opacus keeps it on every trainable parameter until cleanup(): its uses that had no backward yet."""
+"""Set by Opacus on every trainable parameter until cleanup(): its uses without a backward pass yet."""
 OPACUS_HOOKS = "autograd_grad_sample_hooks"
-"""The list, on a wrapped model, of the handles that its cleanup() removes."""
+"""The list, on a wrapped model, of the hook handles that its cleanup() removes."""
 _CURRENT = "_current_grad_sample"
-"""On a parameter: what a pass that has not ended has summed."""
+"""On a parameter: the sum of a pass that has not ended."""
 _LIST = "OPACUS_PARAM_MONKEYPATCH_ATTRS"
 
 _ENGINE = opacus.PrivacyEngine  # later fastclip.opacus.install may put its own there
@@ -58,11 +58,11 @@ ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     grad_sample.GradSampleModuleFastGradientClipping: ("_per_sample_gradient_norms",),
     gsm_base: (_LIST,),
 }  # fmt: skip
-"""Private names that are read, called or overridden, by the class or module that has them."""
+"""Private names that fastclip reads, calls or overrides, by the class or module that has them."""
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """What Opacus' part of a class runs, its properties included."""
+    """Yields the functions of Opacus' part of a class, its properties included."""
     for part in kind.__mro__:
         for value in vars(part).values() if part.__module__.startswith("opacus.") else ():
             for function in (value, getattr(value, "fget", None), getattr(value, "fset", None)):
@@ -71,7 +71,7 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether it is there, or is an attribute that methods set."""
+    """Whether the name exists, or is an attribute that methods set."""
     if hasattr(owner, name) or not isinstance(owner, type):
         return hasattr(owner, name)
     return any(
@@ -82,7 +82,7 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def _check_names() -> None:
-    """Raises: ImportError: naming what this version lacks."""
+    """Raises ImportError for private names that this version lacks."""
     lacking = [
         f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
         for owner, names in ATTRIBUTES.items()
@@ -93,21 +93,22 @@ def _check_names() -> None:
     lacking += [f"Parameter.{name}" for name in (OPACUS_MARK, _CURRENT) if name not in known]
     if lacking:
         raise ImportError(
-            f"Opacus {VERSION} has no {', '.join(lacking)}, which fastclip needs; install a version "
-            f"that {_TESTED}: pip install opacus=={TESTED[-1]}"
+            f"Opacus {VERSION} lacks {', '.join(lacking)}, which fastclip needs. Install a version "
+            f"that {_TESTED}: pip install opacus=={TESTED[-1]}."
         )
 
 
 def _check_version() -> None:
-    """Warn of a version that nobody has tried."""
+    """Warns of a version that was not tested."""
 
     def numbers(version: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
     if numbers(VERSION) > numbers(TESTED[-1]):
         say(
-            f"Opacus {VERSION} is newer than the versions that {_TESTED}; if results look odd, "
-            f"pip install opacus=={TESTED[-1]}"
+            f"Opacus {VERSION} is newer than the versions that {_TESTED}. If results look wrong, "
+            f"run pip install opacus=={TESTED[-1]}.",
+            doc="missing-libraries",
         )
 
 
@@ -115,15 +116,15 @@ _check_names()
 _check_version()
 
 OPACUS_PARAM_MONKEYPATCH_ATTRS: tuple[str, ...] = tuple(getattr(gsm_base, _LIST))
-"""What Opacus sets on parameters."""
+"""Attributes that Opacus sets on parameters."""
 check_unprocessed: Callable[[Any], None] = optimizer._check_processed_flag
-"""Raises ValueError if a gradient, or one of a list, has Opacus' mark of those that were clipped."""
+"""Raises ValueError if a gradient, or one of a list, has Opacus' mark of clipped gradients."""
 mark_processed: Callable[[Any], None] = optimizer._mark_as_processed
 """Sets that mark on a gradient, or on each of a list."""
 
 
 def forget_passes(module: nn.Module) -> None:
-    """What Opacus keeps of passes that did not end: inputs of layers, counts, sums of one pass."""
+    """Drops Opacus' state of passes that did not end: inputs of layers, counts, sums of one pass."""
     for part in module.modules():
         for left in ("activations", "max_batch_len"):
             part.__dict__.pop(left, None)
@@ -134,18 +135,18 @@ def forget_passes(module: nn.Module) -> None:
 
 
 def handed_on(method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keywords with which this Opacus calls a method of its engine: overrides that are
-    written for it take no others."""
+    """Returns the keywords with which this Opacus calls a method of its engine. Overrides written for it
+    take no others."""
     taken = inspect.signature(getattr(_ENGINE, method)).parameters
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         return dict(asked)
     return {name: value for name, value in asked.items() if name in taken}
 
 
-# What versions before 1.6 lack
+# Names missing before version 1.6
 
 HANDLES = hasattr(grad_sample, "GradSampleHooks")
-"""Whether Opacus trains models that are not wrapped (wrap_model=False), or are spread (ghost_fsdp)."""
+"""Whether Opacus trains models that are not wrapped (wrap_model=False) or sharded (ghost_fsdp)."""
 
 if TYPE_CHECKING or HANDLES:
     from opacus.grad_sample import AbstractGradSampleHooks, GradSampleHooks
@@ -153,32 +154,32 @@ if TYPE_CHECKING or HANDLES:
 else:
 
     class AbstractGradSampleHooks(ABC):  # noqa: B024
-        """What holds a private model. There Opacus' wrappers alone do, and fastclip's own handles."""
+        """Base of objects that hold a private model: Opacus' wrappers and fastclip's module handles."""
 
     AbstractGradSampleHooks.register(AbstractGradSampleModule)
 
     GradSampleHooks = GradSampleModule
-    """There the wrapper hangs its hooks into the model's layers: the model may be called without it."""
+    """In these versions the wrapper hooks the model's layers, and the model works without it."""
 
     class FSDPOptimizerFastGradientClipping(DPOptimizer):
-        """Of no mode: "ghost_fsdp" is not there."""
+        """Unused: these versions have no "ghost_fsdp"."""
 
 
 if not hasattr(AbstractGradSampleModule, "cleanup"):
 
     def _cleanup(wrapper: Any) -> None:
-        """The model is ordinary again. Called so since 1.6, which messages and programs go by."""
-        with suppress(ValueError):  # it is already
+        """Makes the model non-private again. The name is that of version 1.6, used in messages."""
+        with suppress(ValueError):  # it already is
             wrapper.to_standard_module()
 
     AbstractGradSampleModule.cleanup = _cleanup  # type: ignore[method-assign,assignment]
 
 
 def check_mode(mode: str, module: Any, *, wrap_model: bool) -> None:
-    """Refuse what a version before 1.6 does not do in its own modes.
+    """Checks that this version supports the mode.
 
     Raises:
-        ArgumentError: naming the version.
+        ArgumentError: with the version.
     """
     if HANDLES:
         return
@@ -189,13 +190,14 @@ def check_mode(mode: str, module: Any, *, wrap_model: bool) -> None:
         what = f"a model of fully_shard in grad_sample_mode={mode!r}"
     if what is not None:
         raise ArgumentError(
-            f"{what} expects Opacus 1.6, and {VERSION} is installed; install opacus>=1.6, or omit "
-            "grad_sample_mode"
+            f"{what} expects Opacus 1.6, got {VERSION}. Install opacus>=1.6, or omit "
+            "grad_sample_mode.",
+            doc="missing-libraries",
         )
 
 
 def without_empty(collate: Any) -> Any:
-    """A collate function without what Opacus' Poisson loaders put around it for draws without rows."""
+    """Returns a collate function without Opacus' wrapper for empty sampled batches."""
     kind, function = (getattr(data_loader, n, None) for n in ("CollateFnWithEmpty", "collate"))
     while True:
         if kind is not None and isinstance(collate, kind):
@@ -214,29 +216,32 @@ else:
     def register_accountant(
         mechanism: str, accountant: type[IAccountant], force: bool = False
     ) -> None:
-        """Let `create_accountant` of this module know another mechanism."""
+        """Registers a mechanism for `create_accountant` of this module."""
         if not force and mechanism in ("rdp", "gdp", "prv", *_OTHERS):
-            raise ValueError(f"an accountant for {mechanism!r} is registered already")
+            raise ValueError(
+                f"An accountant for {mechanism!r} is registered already. Pass force=True to "
+                "replace it."
+            )
         _OTHERS[mechanism] = accountant
 
     def create_accountant(mechanism: str) -> IAccountant:
-        """Opacus' own, and those that were registered."""
+        """Returns an accountant of Opacus, or a registered one."""
         if mechanism in _OTHERS:
             return _OTHERS[mechanism]()
         return accountants.create_accountant(mechanism)
 
 
 _SAVES_NAMES = RDPAccountant().state_dict()["mechanism"] == RDPAccountant.mechanism()
-"""Whether an accountant's state holds its mechanism's name; before 1.6 it is the method that says it."""
+"""Whether an accountant's state holds its mechanism's name; before 1.6 it holds the method."""
 
 
 def mechanism_of(state: Mapping[str, Any]) -> Any:
-    """The name of the mechanism of an accountant's state, of whichever version."""
+    """Returns the name of the mechanism of an accountant's state, of any version."""
     said = state["mechanism"]
     return said() if callable(said) else said
 
 
 def to_load(accountant: IAccountant, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An accountant's state as its load_state_dict takes it here."""
+    """Converts an accountant's state for load_state_dict of this version."""
     own = mechanism_of(state) == accountant.mechanism() and not _SAVES_NAMES
     return {**state, "mechanism": type(accountant).mechanism if own else mechanism_of(state)}

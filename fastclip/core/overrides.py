@@ -1,7 +1,7 @@
-"""Methods of Opacus' engine that a subclass may override: what they hand on, and what they return.
+"""Methods of Opacus' engine that a subclass may override, and checks of their arguments and results.
 
-`make_private` calls them as Opacus' own does. An override may look at all of it, and change in place
-what its super() has made; what makes a run private, and what is told of it, stays as it was asked for.
+`make_private` calls them as Opacus' own does. An override may read all arguments, and change the result
+of super() in place. The privacy parameters, and what is accounted for, must not change.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MODEL, LOADER = "_prepare_model", "_prepare_data_loader"
 OPTIMIZER, CRITERION = "_prepare_optimizer", "_prepare_criterion"
 METHODS = (MODEL, LOADER, OPTIMIZER, CRITERION)
 _HARM = {
-    MODEL: "model than that of super(), whose gradients nobody clips",
-    LOADER: "data loader than that of super(), whose draws nobody counts",
-    OPTIMIZER: "optimizer than that of super(), whose steps nobody accounts for",
-    CRITERION: "criterion than that of super(), whose gradients nobody clips",
+    MODEL: "model than super(), so its gradients would not be clipped",
+    LOADER: "data loader than super(), so its batches would not be counted",
+    OPTIMIZER: "optimizer than super(), so its steps would not be accounted for",
+    CRITERION: "criterion than super(), so its gradients would not be clipped",
 }
 
 
@@ -29,14 +29,14 @@ _RUNNING: ContextVar[Preparation | None] = ContextVar("the make_private under wa
 
 
 class Preparation:
-    """The calls of these methods in one make_private: inside of `with`, those of this engine."""
+    """The calls of these methods in one make_private of an engine; a context manager."""
 
     def __init__(self, engine: object) -> None:
         self.engine = engine
         self.undo = ExitStack()
-        """Leaves everything as it was, where an error ends the block."""
+        """Restores everything if an error ends the block."""
         self.made: dict[str, Any] = {}
-        """What the engine's own methods have made, by their names."""
+        """The results of the engine's own methods, by their names."""
         self._asked: dict[str, tuple[Callable[[], Any], Sequence[Any], dict[str, Any]]] = {}
 
     def __enter__(self) -> Preparation:
@@ -51,32 +51,33 @@ class Preparation:
         self._asked.clear()
 
     def call(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
-        """What the method returns, whoever overrides it.
+        """Calls the method, which may be overridden.
 
         Args:
-            make: what the engine's own does. first, asked: what the method is called with.
+            make: the engine's own body. first, asked: arguments of the method.
         """
         asked = handed_on(name, asked)
         self._asked[name] = make, first, asked
         return getattr(self.engine, name)(*first, **asked)
 
     def call_for_own(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
-        """The same; refused unless it is what `make` has made."""
+        """Does the same, and raises ArgumentError unless the result is that of `make`."""
         returned = self.call(name, make, *first, **asked)
         self.check(name, returned)
         return returned
 
     def make(self, name: str, *first: Any, **given: Any) -> Any:
-        """The engine's own method, which an override calls through super().
+        """Runs the engine's own method, which an override calls through super().
 
         Raises:
-            ArgumentError: with other values than the override was called with, or a second time.
+            ArgumentError: the arguments differ from the override's, or it is called again.
         """
         who = overriding(self.engine, name)
         if name in self.made or name not in self._asked:
             raise ArgumentError(
-                f"super().{name} is called once in each make_private, and {who} calls it again; call it "
-                "once, and keep what it returns"
+                f"{who} calls super().{name} again, which each make_private calls once. Call it "
+                "once, and keep what it returns.",
+                doc="layer-rule",
             )
         make, before, asked = self._asked[name]
         others = [key for key in given if key not in asked or not _same(given[key], asked[key])]
@@ -84,35 +85,39 @@ class Preparation:
             others.append("module" if name == MODEL else "data_loader")
         if others:
             raise ArgumentError(
-                f"{who} passes another {others[0]} to super() than it was called with, which would not "
-                "be what is accounted for; pass it on unchanged (give make_private the other)"
+                f"{who} passes another {others[0]} to super() than it received, so accounting "
+                "would not fit the run. Pass it on unchanged, and give make_private the other "
+                "one.",
+                doc="layer-rule",
             )
         self.made[name] = make()
         return self.made[name]
 
     def check(self, name: str, returned: Any, same: bool | None = None) -> None:
-        """Refuse another model, loader or optimizer than the engine's own method has made.
+        """Checks that the result is the model, loader or optimizer of the engine's own method.
 
         Args:
-            same: whether it is that one, where another object may be.
+            same: whether it is that one, if another object is allowed.
         """
         made = self.made.get(name)
         if made is None or not (returned is made if same is None else same):
             raise ArgumentError(
-                f"{overriding(self.engine, name)} returns another {_HARM[name]}; return that one, "
-                "changed in place if need be"
+                f"{overriding(self.engine, name)} returns another {_HARM[name]}. Return what "
+                "super() returned, changed in place if needed.",
+                doc="layer-rule",
             )
 
 
 def own_method(name: str) -> Callable[..., Any]:
-    """The engine's own method of this name: what it makes in the make_private under way."""
+    """Returns the engine's own method of this name, for the running make_private."""
 
     def method(self: Any, *first: Any, **given: Any) -> Any:
         running = _RUNNING.get()
         if running is None or running.engine is not self:
             raise StepError(
-                f"{type(self).__name__}.{name} is a part of make_private, and was called by itself, so "
-                "that nobody would account for what it makes; call make_private"
+                f"{type(self).__name__}.{name} is part of make_private, and a direct call would "
+                "not be accounted for. Call make_private.",
+                doc="layer-rule",
             )
         return running.make(name, *first, **given)
 
@@ -121,7 +126,7 @@ def own_method(name: str) -> Callable[..., Any]:
 
 
 def overriding(engine: object, name: str) -> str:
-    """The method that is called first, as messages name it."""
+    """Returns the name of the method that is called first, for messages."""
     kind = type(engine)
     if name not in vars(engine):
         kind = next((each for each in kind.__mro__ if name in vars(each)), kind)
@@ -129,10 +134,10 @@ def overriding(engine: object, name: str) -> str:
 
 
 def check_reached(engine: object, own: type) -> None:
-    """Refuse an override of a class behind the engine's own classes, which would not call it.
+    """Raises ArgumentError for an override in a class after the engine's own, which would not be called.
 
     Args:
-        own: that of them that has these methods.
+        own: the engine's class that has these methods.
     """
     kinds = type(engine).__mro__
     for kind in kinds[kinds.index(own) + 1 :]:
@@ -142,9 +147,10 @@ def check_reached(engine: object, own: type) -> None:
                 "opacus",
             ):
                 raise ArgumentError(
-                    f"{kind.__name__}.{name} stands behind FastPrivacyEngine, which would not call it; "
-                    f"name {kind.__name__} before FastPrivacyEngine among the bases of "
-                    f"{type(engine).__name__}"
+                    f"{kind.__name__}.{name} comes after FastPrivacyEngine in the method order, so "
+                    f"it would not be called. Name {kind.__name__} before FastPrivacyEngine among "
+                    f"the bases of {type(engine).__name__}.",
+                    doc="layer-rule",
                 )
 
 
@@ -153,5 +159,5 @@ def _same(given: Any, asked: Any) -> bool:
         return True
     try:
         return type(given) is type(asked) and bool(given == asked)
-    except (TypeError, ValueError, RuntimeError):  # an array's, which is many answers
+    except (TypeError, ValueError, RuntimeError):  # arrays compare entry by entry
         return False

@@ -1,7 +1,7 @@
-"""Whether something has changed since it was read: one mechanism for all who ask.
+"""Whether something has changed since it was read: one mechanism for all uses.
 
-A fact is a name, and what is read of it. Thousands are asked for in a step, and hardly ever change: so
-they are read in columns, without a line of Python for each, and names are looked for where one differs.
+A fact is a name and a value. A step checks thousands, which hardly ever change. So they are read in
+columns without a Python loop, and names are searched only if a value differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastclip.errors import FastclipError
 
 
 def which(x: Any) -> Hashable:
-    """What tells a value from others: of numbers and text these, of all else which object it is."""
+    """Returns the identity of a value: numbers and text themselves, else the object."""
     return (type(x), x) if isinstance(x, (int, float, str, bytes)) else id(x)
 
 
@@ -22,9 +22,9 @@ class Facts(NamedTuple):
     """A column of facts.
 
     Args:
-        names: of the facts, in their order. None: what is read are the names of those that hold.
-        read: reads all of them. Where that fails for want of one (LookupError), all have changed.
-        of: what counts of an object where it is not the same one. None: values are compared.
+        names: of the facts, in their order. None: `read` gives the names of those that hold.
+        read: reads all of them. If one is missing (LookupError), all have changed.
+        of: gives the relevant part of an object that is not the same one. None: values are compared.
     """
 
     names: Sequence[Hashable] | None
@@ -32,14 +32,14 @@ class Facts(NamedTuple):
     of: Callable[[Any], Any] | None = None
 
     def look(self) -> list[Any]:
-        """What they are now."""
+        """Returns the current values."""
         try:
             return [*self.read()]
         except LookupError:
             return []
 
     def changed(self, before: list[Any], now: list[Any]) -> Iterable[Hashable]:
-        """Names of those that have."""
+        """Returns names of the changed facts."""
         if self.names is None:
             return {*before} ^ {*now}
         if len(before) != len(now):
@@ -54,14 +54,14 @@ def _itself(x: Any) -> Any:
 
 
 def fact(name: Hashable, read: Callable[[], Any]) -> Facts:
-    """One alone."""
+    """Makes a column of one fact."""
     return Facts((name,), lambda: (read(),))
 
 
 class Snapshot:
-    """What some facts were.
+    """The values of some facts at one time.
 
-    What was read is held as long, so that no other object takes the number of one that was seen.
+    It keeps the values, so no other object can get the id of one that was seen.
 
     Args:
         facts: columns of them.
@@ -72,7 +72,7 @@ class Snapshot:
         self._columns = [(one, one.look()) for one in given]
 
     def _others(self) -> Iterator[tuple[Facts, list[Any], list[Any]]]:
-        """Columns in which other objects, or values, are read than before."""
+        """Yields columns with other objects, or values, than before."""
         for column, before in self._columns:
             now = column.look()
             if column.of is None:
@@ -83,15 +83,15 @@ class Snapshot:
                 yield column, before, now
 
     def stands(self) -> bool:
-        """The same objects are there: quicker than `changed`, which lets others be worth as much."""
+        """Whether the same objects are there: faster than `changed`, which also accepts equal ones."""
         return next(self._others(), None) is None
 
     def changed(self) -> list[Hashable]:
-        """Names of those that are not what they were."""
+        """Returns names of the changed facts, of all columns."""
         return [name for column, *read in self._others() for name in column.changed(*read)]
 
     def values(self) -> dict[Hashable, list[Any]]:
-        """By name, what counts of what was read."""
+        """Returns the relevant parts of the values, by name."""
         found: dict[Hashable, list[Any]] = {}
         for column, seen in self._columns:
             of = column.of or _itself
@@ -100,10 +100,10 @@ class Snapshot:
         return found
 
     def require(self, error: Callable[[str], FastclipError], said: str) -> None:
-        """Nothing may have changed.
+        """Raises an error if anything has changed.
 
         Args:
-            error: its class. said: its message, with {names} in the place of what has changed.
+            error: its class. said: its message, with {names} for the changed names.
         """
         names = self.changed()
         if names:

@@ -1,4 +1,4 @@
-"""The process and its machine: files that survive it, forks, addresses of tensors, a progress line."""
+"""The process and its machine: atomic files, forks, addresses of tensors, a progress line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from fastclip.errors import ArgumentError
 
 
 def write_whole(path: Any, write: Callable[[Any], None]) -> None:
-    """`write(file)`, so that `path` holds the old file or the new one, whenever process or machine end.
+    """Writes a file atomically: `path` holds the old file or the new one, even if the machine stops.
 
-    Whoever else writes it at the same time, in this process or another, does the same: the last one
-    stays. Symbolic links are followed and stay; a file that is replaced keeps who may read it, a new one
-    has what the process's umask leaves.
+    If several processes or threads write it at the same time, the last one wins. Symbolic links are
+    followed and kept. A replaced file keeps its permissions, a new one follows the process's umask.
 
     Args:
-        path: of a file; or an open file, which is written to as it is.
+        path: of a file; or an open file, which is written to directly.
 
     Raises:
-        ArgumentError: something that is no regular file has this name.
-        OSError: it cannot be written; an old file stays.
+        ArgumentError: the path is not a regular file.
+        OSError: it cannot be written; an old file is unchanged.
     """
     if isinstance(path, bytes):
         path = os.fsdecode(path)
@@ -43,15 +42,15 @@ def write_whole(path: Any, write: Callable[[Any], None]) -> None:
     old = final.stat() if final.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise ArgumentError(
-            f"a file expects a name that is free, or a regular file's, got {path}, which is "
-            f"{_kind(old.st_mode)}; name another one"
+            f"A file expects a name that is free, or a regular file's, got {path}, which is "
+            f"{_kind(old.st_mode)}. Choose another name."
         )
     part = _new_part(final.parent, 0o666 if old is None else 0o600)
     try:
         write(part)
         if old is not None:
             _share_as(part, old)
-        with part.open("rb+") as file:  # a name may reach the disk before what it names
+        with part.open("rb+") as file:  # a name may reach the disk before its data
             os.fsync(file.fileno())
         part.replace(final)
         keep_names(final.parent)
@@ -60,7 +59,7 @@ def write_whole(path: Any, write: Callable[[Any], None]) -> None:
 
 
 def keep_names(folder: Path) -> None:
-    """New names in the folder are on the disk as well."""
+    """Writes new names in the folder to the disk."""
     if os.name == "posix":
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -70,7 +69,7 @@ def keep_names(folder: Path) -> None:
 
 
 def _new_part(folder: Path, mode: int) -> Path:
-    """An empty file of a name that nobody else has, short: that of the whole file may be the longest."""
+    """Makes an empty file with a unique short name: the final name may have the maximal length."""
     while True:
         part = folder / f"{secrets.token_hex(8)}.part"
         try:
@@ -81,7 +80,7 @@ def _new_part(folder: Path, mode: int) -> Path:
 
 
 def _share_as(part: Path, old: os.stat_result) -> None:
-    """Nobody may read or write the new file who might not the old one."""
+    """Gives the new file the permissions of the old one, never more."""
     mode = stat.S_IMODE(old.st_mode)
     now = part.stat()
     if os.name == "posix" and (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
@@ -99,7 +98,7 @@ def _kind(mode: int) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# Which process this is: a fork has all that its parent had in memory, and is another one.
+# The identity of a process: a fork has its parent's memory, but is another process.
 
 
 _forks = 0
@@ -115,21 +114,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def this_process() -> tuple[int, int]:
-    """Equal in one process, and in no two of which one is a fork of the other.
+    """Identifies this process: never equal in a process and its fork.
 
     Returns:
-        The process' number, which systems give away again, and the forks on the way to it.
+        The process id, which systems reuse, and the number of forks that led to it.
     """
     return os.getpid(), _forks
 
 
 # -------------------------------------------------------------------------------------------------
-# Where tensors lie, as C++ takes it: addresses, device and stream as integers; threads; and no
-# room.
+# The memory of tensors for C++: addresses, device and stream as integers; threads; no memory left.
 
 
 def place(device: torch.device) -> dict[str, int]:
-    """Where kernels run: device and its current stream; for CPU tensors the host."""
+    """Returns where kernels run: device and its current stream; for CPU tensors the host."""
     if device.type != "cuda":
         return {"device": -1, "stream": 0}
     stream = torch.cuda.current_stream(device)
@@ -137,8 +135,8 @@ def place(device: torch.device) -> dict[str, int]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether its memory is what `data_ptr` says, on a device that kernels run on: no DTensor, no
-    fake tensor, no other GPU than NVIDIA's."""
+    """Whether `data_ptr` is the tensor's memory, on a device that runs kernels: no DTensor, no fake
+    tensor, only NVIDIA GPUs."""
     return (
         x.device.type in ("cpu", "cuda")
         and not torch.version.hip
@@ -148,7 +146,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def lies_on_host(x: Tensor) -> bool:
-    """Whether a loop on the host may read it from `data_ptr`: no subclass, nothing that is wrapped."""
+    """Whether a loop on the host may read it from `data_ptr`: no subclass, no wrapper."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.device.type == "cpu"
@@ -160,42 +158,41 @@ def lies_on_host(x: Tensor) -> bool:
 
 
 def loop_threads() -> int:
-    """Threads of a loop on the host: PyTorch's number, and those that it has.
+    """Returns the threads of a loop on the host: PyTorch's number.
 
-    A fork has one: the library that runs them waits for ever there for those that its parent had.
+    A fork uses one: the thread library would wait forever for its parent's threads.
     """
     return 1 if this_process()[1] else torch.get_num_threads()
 
 
 def pointer(x: Tensor | None) -> int:
-    """Its address; 0 for none."""
+    """Returns the tensor's address; 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def no_memory(error: BaseException) -> bool:
-    """Whether an operation found none; the allocator of the CPU says so in words alone."""
+    """Whether an operation ran out of memory; the CPU's allocator only says so in its message."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 # -------------------------------------------------------------------------------------------------
-# What a first step is busy with, as a line of the terminal: nothing else tells that it has not
-# hung.
+# The work of a first step as a line of the terminal, which shows that it has not hung.
 
 
 _PATIENCE = 2.0
-"""Seconds of work of one kind that are not worth a line."""
+"""Seconds of work of one kind before a line is shown."""
 
 
 class Work:
-    """Work of one kind that is done bit by bit, nobody knows of how many.
+    """Work of one kind, in an unknown number of parts.
 
-    After some patience each bit is shown while it lasts: on standard error where that is a terminal, by
-    one process of a machine. No line stays. (No progress bar of a library: these want to know how much
-    there is, and start threads and locks of several processes.)
+    After some seconds each part is shown while it runs: on standard error if that is a terminal, by one
+    process per machine. No line remains. (Progress bars of libraries need the total, and start threads
+    and locks of several processes.)
 
     Args:
-        what: it is, for its reader.
+        what: describes the work to the user.
     """
 
     def __init__(self, what: str) -> None:
@@ -204,7 +201,7 @@ class Work:
 
     @contextmanager
     def bit(self, name: str = "") -> Iterator[None]:
-        """One bit of it goes on. name: of what it is done for."""
+        """Context of one part. name: of the object that it is for."""
         self._bits += 1
         begun = time.perf_counter()
         terminal = None if self._seconds < _PATIENCE else _terminal()
@@ -220,15 +217,15 @@ class Work:
 
 
 def _terminal() -> TextIO | None:
-    """Where somebody reads."""
+    """Returns standard error if it is a terminal."""
     rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    with suppress(Exception):  # of whatever stands in its place
+    with suppress(Exception):  # from any replacement of standard error
         return sys.stderr if rank == "0" and sys.stderr.isatty() else None
     return None
 
 
 def _write(terminal: TextIO, text: str, end: str = "") -> None:
-    """Put this in the place of the terminal's last line. A terminal that has gone stops nothing."""
+    """Replaces the terminal's last line. A closed terminal raises no error."""
     with suppress(Exception):
         width = shutil.get_terminal_size().columns - 1
         terminal.write(f"\r{text[:width]:<{width}}{end}")

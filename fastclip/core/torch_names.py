@@ -1,9 +1,8 @@
-"""What torch keeps to itself and fastclip needs: every such name, and what it is for.
+"""Private names of torch that fastclip needs, and what each is for.
 
-Modules import these names from here. Where a release of torch changes one of them, this file and
-tests/test_torch_names.py, which holds each to what is assumed of it, are the places to look at.
-fastclip.ops imports this file: FSDP, which takes longer to import than the rest of torch, is imported by
-the functions that need it.
+Modules import these names from here. If a release of torch changes one of them, see this file and
+tests/test_torch_names.py, which tests what is assumed of each. fastclip.ops imports this file. FSDP
+takes longer to import than the rest of torch, so functions that need it import it.
 """
 
 from __future__ import annotations
@@ -89,10 +88,10 @@ foreach_add_: Callable[..., None] = torch._foreach_add_
 
 
 pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
-"""What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""
+"""The function behind torch.nn.utils.rnn.pad_sequence: one to three operations per sequence."""
 
 plain_results = torch._C._disabled_torch_function_impl
-"""As `__torch_function__` of a kind of tensors: what is computed of them is plain."""
+"""As `__torch_function__` of a tensor class, it makes results plain tensors."""
 
 # Autograd
 
@@ -101,31 +100,31 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node of the graph that this thread runs."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the running pass will reach a node; RuntimeError where autograd.grad asked for tensors."""
+"""Whether the running pass will reach a node; RuntimeError if autograd.grad asked for tensors."""
 saving_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
-"""(False) -> the hooks that take what is saved for a backward pass, a pair, or None."""
+"""(False) -> the pair of hooks for tensors saved for a backward pass, or None."""
 RECOMPUTATION = "_recomputation_hook"
-"""In the names of such hooks while a checkpoint without reentry computes what it has not kept."""
+"""Part of the names of such hooks while a non-reentrant checkpoint recomputes."""
 SAVED_REDUCTION, SAVED_WEIGHT = "_saved_reduction", "_saved_weight"
-"""What the nodes of torch's losses hold: a code of the reduction, the weights of the classes."""
+"""Attributes of the nodes of torch's losses: a code of the reduction, the class weights."""
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward pass, its nodes all run, is about to return."""
+    """Runs `callback` when the running backward pass has run all nodes and is about to return."""
     Variable._execution_engine.queue_callback(callback)
 
 
 node_type: Callable[[type[Function]], type] = attrgetter("_backward_cls")
-"""The type of the graph's nodes that a function leaves."""
+"""The type of the graph nodes of a function."""
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-"""How many modes of this thread hear of its operations."""
+"""Returns how many modes of this thread see its operations."""
 
 
 def invents() -> bool:
-    """The mode is on under which new tensors have no memory."""
+    """Whether the mode is on under which new tensors have no memory."""
     kind = torch._C._TorchDispatchModeKey.FAKE
     return bool(dispatch_modes()) and torch._C._get_dispatch_mode(kind) is not None
 
@@ -134,16 +133,16 @@ Invented = FakeTensor, FunctionalTensor
 """Tensors of torch's compilers, which have shapes and no memory."""
 is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
-"""What a wrapper of a transform that has ended holds; any other tensor as it is."""
+"""Unwraps a tensor of a transform that has ended; other tensors are unchanged."""
 
 
 def plain_apply(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` without what it looks for first: transforms, and wrappers that they left."""
+    """Returns `function.apply` without its checks for transforms and their wrappers."""
     return super(Function, function).apply  # type: ignore[misc]
 
 
 def gradient_hooks(parameter: Tensor) -> Collection[Any]:
-    """Hooks on a tensor's gradient, before and after it is accumulated."""
+    """Returns hooks on a tensor's gradient, before and after it is accumulated."""
     before = parameter._backward_hooks
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     found: Collection[Any] = () if before is None else before.values()
@@ -151,7 +150,7 @@ def gradient_hooks(parameter: Tensor) -> Collection[Any]:
 
 
 def hooks_of(parameters: Iterable[Tensor]) -> list[Any]:
-    """All hooks on the gradients of these parameters, without a line of Python for each."""
+    """Returns all hooks on the gradients of these parameters, without a Python loop."""
     before = filter(None, map(_BEFORE, parameters))
     after = filter(None, map(_AFTER, parameters))
     return [*chain.from_iterable(map(_VALUES, chain(before, after)))]
@@ -162,12 +161,12 @@ _VALUES = methodcaller("values")
 
 
 def of_class(kind: type[T], x: Tensor) -> T:
-    """A leaf of this class in the memory of x; none of the class's functions are called."""
+    """Makes a leaf of this class in the memory of x, without calling functions of the class."""
     return Tensor._make_subclass(kind, x.detach(), True)
 
 
 def hooks_of_all_modules() -> list[dict[int, Any]]:
-    """The tables of hooks that every module calls, by their numbers."""
+    """Returns the tables of global module hooks, by their numbers."""
     from torch.nn.modules import module
 
     forward = ("pre_hooks", "hooks", "hooks_with_kwargs", "hooks_always_called")
@@ -176,8 +175,8 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
 
 
 def called_with(module: nn.Module) -> tuple[tuple, dict] | None:
-    """(args, kwargs) with which the module was called whose forward runs, before hooks saw them; None if
-    that is not known. (A hook of ours would be one of several, and slow every module down.)
+    """Returns the (args, kwargs) of the call of a module whose forward runs, before hooks, or None if
+    unknown. (A hook would be one of several, and slow every module down.)
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -189,16 +188,16 @@ def called_with(module: nn.Module) -> tuple[tuple, dict] | None:
 
 
 end_of_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
-"""(GPU, pool): its allocator gives out no more of this memory, as after a capture."""
+"""(GPU, pool): ends allocations from this memory, as after a capture."""
 
 
 def memory_of(x: Tensor) -> int:
-    """The same number for tensors that share their memory, as long as one of them lives."""
+    """Returns an equal number for tensors that share memory, as long as one of them lives."""
     return x.untyped_storage()._cdata
 
 
 overload_of: Callable[[Any], str] = attrgetter("_overloadname")
-"""Of an operator: `dim` of aten.max.dim."""
+"""The overload of an operator: `dim` of aten.max.dim."""
 
 
 def transformed() -> bool:
@@ -207,9 +206,9 @@ def transformed() -> bool:
 
 
 @contextmanager
-def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, hear of operators of this thread that run functions they are given (torch.cond), before
-    they do; not of those that transforms use themselves.
+def hear_functions_given(listener: Callable[[Any], None]) -> Iterator[None]:
+    """Context in which `listener` gets operators of this thread that run functions (torch.cond),
+    before they run. Those that transforms use themselves are left out.
     """
     operator: Any = torch._ops.HigherOrderOperator
     plain, here = operator.__call__, threading.get_ident()
@@ -217,7 +216,7 @@ def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
     @functools.wraps(plain)
     def heard(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == here and not transformed():
-            told(self)
+            listener(self)
         return plain(self, *args, **kwargs)
 
     operator.__call__ = heard
@@ -232,26 +231,26 @@ def is_profiled() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-# Frames: read only where no public way tells what runs above
+# Frames, read only if no public function gives the callers
 
 CallingPlace = tuple[tuple[CodeType, int], ...]
-"""Code, and the instruction in it, of a call, and of that which it was made for."""
+"""Code, and the instruction in it, of a call, and of the call that it was made for."""
 
 
 def calling_place(above: int, passed_by: tuple[str, ...]) -> CallingPlace:
-    """From where the function that runs was called.
+    """Returns the place from which the running function was called.
 
-    torch does not tell whoever overrides a function, and the number of the call would not do: after a
-    loop of other length, or a branch, it would be another call's.
+    An overridden function does not get it from torch. A running number of the call would not identify it
+    after a branch, or a loop of another length.
 
     Args:
-        above: so many frames. passed_by: ends of the names of files that do not call by themselves.
+        above: number of frames. passed_by: suffixes of names of files that are skipped.
     """
     frame: Any = sys._getframe(above + 1)
     while (code := frame.f_code).co_filename.endswith(passed_by):
         frame = frame.f_back
     places = [(code, frame.f_lasti)]
-    while code.co_filename.endswith("torch/nn/functional.py"):  # who has called F.embedding
+    while code.co_filename.endswith("torch/nn/functional.py"):  # the caller of F.embedding
         frame = frame.f_back
         code = frame.f_code
         if not any(folder in code.co_filename for folder in ("/torch/", "/fastclip/")):
@@ -263,8 +262,8 @@ _PRECALL = dis.opmap.get("PRECALL")
 
 
 def settled(place: CallingPlace) -> CallingPlace:
-    """The same for all calls from there: Python 3.11 calls built-in functions (operator.mul, sum) from
-    the instruction before CALL, once their line has run some times."""
+    """Returns the same place for all calls from there. Python 3.11 calls built-in functions
+    (operator.mul, sum) from the instruction before CALL, after their line has run several times."""
     if _PRECALL is None:
         return place
     before = (code.co_code[last] == _PRECALL for code, last in place)
@@ -272,8 +271,8 @@ def settled(place: CallingPlace) -> CallingPlace:
 
 
 def in_compiled_call() -> bool:
-    """Whether a compiled function has been called and has not returned: it then takes out of force what
-    modes were opened inside. Where it has not compiled what runs, as here, torch does not tell.
+    """Whether a compiled function was called and has not returned: it then disables modes opened inside.
+    Torch does not tell inside code that was not compiled, as here.
     """
     frame: Any = sys._getframe(1) if "torch._dynamo" in sys.modules else None
     while frame is not None:
@@ -292,12 +291,12 @@ are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 
 def current_gpu() -> int:
-    """Its number; CUDA is running. torch's own function asks for that first, in every launch."""
+    """Returns the GPU's number if CUDA is running. torch's own function checks that in every launch."""
     return torch._C._cuda_getDevice()
 
 
 def stream_of(gpu: int) -> int:
-    """The address of its current stream; CUDA is running."""
+    """Returns the address of a GPU's current stream if CUDA is running."""
     return torch._C._cuda_getCurrentRawStream(gpu)
 
 
@@ -309,7 +308,7 @@ set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 
 @contextmanager
 def parametrizations_apart() -> Iterator[None]:
-    """Weights that parametrize.cached() keeps are computed anew inside, and not kept afterwards."""
+    """Context in which weights kept by parametrize.cached() are recomputed, and not kept afterwards."""
     kept, parametrize._cache = parametrize._cache, {}
     try:
         yield
@@ -318,7 +317,7 @@ def parametrizations_apart() -> Iterator[None]:
 
 
 class _Attribute(property):
-    """What torch hands to `__torch_function__` of an attribute has its name."""
+    """An attribute whose accessor for `__torch_function__` has its name."""
 
     __name__ = "grad_fn"
 
@@ -326,26 +325,26 @@ class _Attribute(property):
 _HEARD = ("tolist", "numpy", "register_hook", "__dlpack__", "data_ptr")
 
 
-def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
-    """Be told of tensors whose numbers Python, NumPy or a kernel takes all at once, or whose gradient a
+def hear_exports(listener: Callable[[str, Tensor], None]) -> Callable[[], None]:
+    """Reports tensors whose numbers Python, NumPy or a kernel takes all at once, or whose gradient a
     hook gets: no mode sees that.
 
     Args:
-        told: called before, with the method's name and the tensor, but not for this package's own calls,
-            nor for addresses that torch asks for: their frames say whose they are, for torch asks inside
-            of operators that the user calls.
+        listener: called before, with the method's name and the tensor. Calls of this package, and
+            addresses read by torch, are left out: frames identify them, because torch reads addresses
+            inside of operators that the user calls.
 
     Returns:
-        Ends it.
+        A function that ends this.
     """
     node_of = vars(torch._C.TensorBase)["grad_fn"].__get__
 
-    def node(x: Tensor) -> Any:  # whose hooks nobody hears of
+    def node(x: Tensor) -> Any:  # its hooks are not reported
         frame: Any = sys._getframe(1)
         while frame.f_globals.get("__name__") == "torch.autograd.graph":
             frame = frame.f_back
         if not frame.f_globals.get("__name__", "").startswith(("fastclip.", "torch.")):
-            told("register_hook", x)
+            listener("register_hook", x)
         return node_of(x)
 
     def heard(name: str) -> Any:
@@ -355,7 +354,7 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
         @functools.wraps(plain)
         def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not sys._getframe(1).f_globals.get("__name__", "").startswith(own):
-                told(name, x)
+                listener(name, x)
             return plain(x, *args, **kwargs)
 
         return method
@@ -377,8 +376,8 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
 
 @contextmanager
 def at_rest(modules: Iterable[Any]) -> Iterator[None]:
-    """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard: so they do where
-    a backward pass computes a part of the model again."""
+    """Context in which the hooks of fully_shard's modules cast, but neither gather nor reshard, as when
+    a backward pass recomputes a part of the model."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     states = {id(state): state for state in (m._get_fsdp_state() for m in modules)}
@@ -393,7 +392,7 @@ def at_rest(modules: Iterable[Any]) -> Iterator[None]:
 
 
 def casts_at_rest(module: Any) -> bool:
-    """Whether the hooks do inside `at_rest` what the module's policy asks for, as since torch 2.13."""
+    """Whether the hooks follow the module's policy inside `at_rest`, as since torch 2.13."""
     state = module._get_fsdp_state()
     policy = state._mp_policy
     asks = policy.param_dtype is not None and policy.cast_forward_inputs
@@ -401,12 +400,12 @@ def casts_at_rest(module: Any) -> bool:
 
 
 def running_ddp() -> Any:
-    """The DistributedDataParallel whose forward runs, if one does."""
+    """Returns the DistributedDataParallel whose forward runs, if any."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
 def timeout_of(group: Any) -> Any:
-    """How long the exchanges of a process group wait; None if its backend does not tell."""
+    """Returns the timeout of a process group; None if its backend does not say."""
     for kind in group._device_types:
         options: Any = getattr(group._get_backend(kind), "options", None)
         if hasattr(options, "_timeout"):
@@ -417,11 +416,11 @@ def timeout_of(group: Any) -> Any:
 # Iterators of DataLoader
 
 SENT, RECEIVED = "_send_idx", "_rcvd_idx"
-"""With workers: places of the next batch to be drawn, and of the next to be handed out."""
+"""With workers: numbers of the next batch to be requested, and of the next to be returned."""
 YIELDED = "_num_yielded"
-"""Batches that were handed out."""
+"""The number of returned batches."""
 INDEX_SAMPLER = "_index_sampler"
-"""The batch sampler that it asks."""
+"""The batch sampler of the iterator."""
 
 ATTRIBUTES = {
     "torch.Tensor": ("_version", "_is_view"),
@@ -441,22 +440,21 @@ ATTRIBUTES = {
     "os": ("_exit",),
     "namedtuple": ("_asdict", "_replace"),
 }  # fmt: skip
-"""Attributes of others that are read where they are needed, by whose they are."""
+"""Attributes of other classes that are read where they are needed, by class."""
 
 
 _FLAGS = "old_dispatch_mode_flags"
-"""What a mode keeps of those that were open when it was opened, each time."""
+"""A mode's stack of flags, one for each time it was opened."""
 
 
 _placed: weakref.WeakSet[TorchDispatchMode] = weakref.WeakSet()
 
 
 def place_beneath(mode: TorchDispatchMode) -> bool:
-    """Put a mode under those that this thread has opened: each takes away, when it is closed, what lies
-    on top.
+    """Puts a mode below those that this thread has opened: each removes the top one when it is closed.
 
     Returns:
-        Whether it was: not where torch's own modes invent or functionalize tensors.
+        Whether it was placed: not if torch's own modes make fake or functional tensors.
     """
     others = _modes()
     if any(hasattr(other, "_mode_key") or not getattr(other, _FLAGS, None) for other in others):
@@ -469,32 +467,32 @@ def place_beneath(mode: TorchDispatchMode) -> bool:
 
 @contextmanager
 def traced(mode: TorchDispatchMode) -> Iterator[None]:
-    """This thread's operations are heard by `mode`, which makes a graph of them; RuntimeError where
-    others hear of them, too."""
+    """Context in which `mode` makes a graph of this thread's operations; RuntimeError if other modes are
+    active."""
     if dispatch_modes():
-        raise RuntimeError("another mode hears of operations")
+        raise RuntimeError("Another dispatch mode is active.")
     _placed.add(mode)
     with mode:
         yield
 
 
 def makes_graph() -> bool:
-    """Whether what this thread computes now becomes a part of a graph (`traced`)."""
+    """Whether this thread's computations become a part of a graph (`traced`)."""
     return bool(dispatch_modes()) and any(getattr(mode, "is_graph", False) for mode in _modes())
 
 
 def foreign_modes() -> bool:
-    """Whether this thread's operations are heard by modes that `place_beneath` has not put there."""
+    """Whether this thread has modes that `place_beneath` has not put there."""
     return bool(dispatch_modes()) and any(mode not in _placed for mode in _modes())
 
 
 def followed() -> bool:
-    """Whether a mode that `place_beneath` has put there hears of what this thread computes now."""
+    """Whether this thread has a mode that `place_beneath` has put there."""
     return bool(dispatch_modes()) and any(mode in _placed and mode.hears for mode in _modes())
 
 
 def take_away(mode: TorchDispatchMode) -> bool:
-    """Take a mode from where it lies among those that this thread has opened.
+    """Removes a mode from those that this thread has opened.
 
     Returns:
         Whether it was there.
@@ -514,7 +512,7 @@ def _modes() -> list[Any]:
 
 @contextmanager
 def _lifted(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
-    """The uppermost modes are away inside; none of them is told."""
+    """Context without the uppermost modes, which are not notified."""
     for mode in reversed(modes):
         TorchDispatchMode.__exit__(mode, None, None, None)
     try:
@@ -525,75 +523,77 @@ def _lifted(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
 
 
 def creation_number() -> int:
-    """The number that the next node of this thread's graph gets."""
+    """Returns the number of the next node of this thread's graph."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def number_of(node: Any) -> int:
-    """The number that a node of the graph got when it was made."""
+    """Returns the creation number of a graph node."""
     return node._sequence_nr()
 
 
 class BatchCalls(Noted):
-    """Iterators of data loaders are asked for a batch, and who hears of what they hand out.
+    """Requests of batches from iterators of data loaders, and the listeners of these batches.
 
-    It is torch's class that is watched, for BatchMemoryManager and Accelerate make loaders of their own.
+    It watches torch's class, because BatchMemoryManager and Accelerate make their own loaders.
     """
 
     def __init__(self) -> None:
         super().__init__(LoaderIterator, "__next__")
-        self._told: dict[Any, Callable[[], AbstractContextManager[None]]] = {}
+        self._listeners: dict[Any, Callable[[], AbstractContextManager[None]]] = {}
 
     def add(
-        self, told: Callable[[Any, Any], None], around: Callable[[], AbstractContextManager[None]]
+        self,
+        listener: Callable[[Any, Any], None],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """From now on `told` hears of every batch: (iterator, batch). They are drawn in `around()`."""
-        self._told[told] = around
-        self.watch(told)
+        """Calls `listener` with every batch from now on: (iterator, batch), drawn in `around()`."""
+        self._listeners[listener] = around
+        self.watch(listener)
 
-    def remove(self, told: Callable[[Any, Any], None]) -> None:
-        """It hears of no more."""
-        self._told.pop(told, None)
-        self.forget(told)
+    def remove(self, listener: Callable[[Any, Any], None]) -> None:
+        """Removes a listener."""
+        self._listeners.pop(listener, None)
+        self.forget(listener)
 
     def _called(self, plain: Callable[..., Any], iterator: Any) -> Any:  # type: ignore[override]
-        around = next(iter(self._told.values()), nullcontext)
+        around = next(iter(self._listeners.values()), nullcontext)
         with self._noting(iterator), around():
             batch = plain(iterator)
-        for told in list(self._told):
-            told(iterator, batch)
+        for listener in list(self._listeners):
+            listener(iterator, batch)
         return batch
 
 
 class BackwardListener(Protocol):
-    """Hears of the backward passes of this process."""
+    """A listener of the backward passes of this process."""
 
     def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """A pass is about to begin on these losses, with the gradients that the user gives for them."""
+        """A pass is about to begin on these losses, with gradients given by the user."""
 
     def ended(self, failed: bool) -> None:
-        """It is over."""
+        """The pass has ended."""
 
 
 class BackwardCall(NamedTuple):
-    """What torch.autograd.backward was called with."""
+    """The arguments of torch.autograd.backward."""
 
     losses: tuple[Any, ...]
     """Tensors, or gradient edges."""
     gradients: tuple[Any, ...]
-    """Those that were given for them; None where none was."""
+    """The gradients given for them; None for those without."""
 
     @property
     def seeded(self) -> bool:
-        """One was given, so the losses are not all of what is differentiated."""
+        """Whether a gradient was given: then more than the losses is differentiated."""
         return any(gradient is not None for gradient in self.gradients)
 
 
 class BackwardCalls(Noted):
-    """The calls of torch.autograd.backward, and who hears of them.
+    """The calls of torch.autograd.backward, and their listeners.
 
-    `loss.backward()` and reentrant checkpoints look it up in torch.autograd. What was imported from
-    there by name before is not seen.
+    `loss.backward()` and reentrant checkpoints look it up in torch.autograd. A reference imported by
+    name before is not seen.
     """
 
     def __init__(self) -> None:
@@ -601,24 +601,24 @@ class BackwardCalls(Noted):
         self._listeners: WeakSet[BackwardListener] = WeakSet()
 
     def running(self) -> BackwardCall | None:
-        """The one whose pass runs here; None where that cannot be told."""
+        """Returns the call whose pass runs here; None if that is unknown."""
         own = self.innermost()
-        # on a thread of the engine's own, which runs the pass of a device, it waits on another
+        # on a device's thread of autograd, the call waits on another thread
         waiting = [[own]] if own is not None else [*self._running.values()]
         return next(reversed(waiting[0]), None) if len(waiting) == 1 else None
 
     @property
     def none_runs(self) -> bool:
-        """A pass that runs was begun by something else."""
+        """Whether a running pass was begun in another way."""
         return not self._running
 
     def add(self, listener: BackwardListener) -> None:
-        """It hears of every call from now on, and is not kept alive."""
+        """Adds a listener of every call, which is not kept alive."""
         self._listeners.add(listener)
         self.watch(listener)
 
     def remove(self, listener: BackwardListener) -> None:
-        """It hears of no more."""
+        """Removes a listener."""
         self._listeners.discard(listener)
         self.forget(listener)
 
@@ -634,11 +634,11 @@ class BackwardCalls(Noted):
         )
         with self._noting(call):
             if current_task() == -1:
-                self._told(call, run)
+                self._notified(call, run)
             else:
                 run()
 
-    def _told(self, call: BackwardCall, run: Callable[[], None]) -> None:
+    def _notified(self, call: BackwardCall, run: Callable[[], None]) -> None:
         listeners, failed = list(self._listeners), True
         losses = [x for x in call.losses if isinstance(x, Tensor)]
         try:
@@ -661,21 +661,21 @@ backward_calls = BackwardCalls()
 batch_calls = BatchCalls()
 _loader_calls = Noted(DataLoader, "__iter__")
 sampler_calls = Noted(LoaderIterator, "_next_index")
-"""An iterator of a data loader asks its sampler for a batch: (iterator,)."""
+"""Requests of a batch by a data loader's iterator from its sampler: (iterator,)."""
 fetch_calls = Noted(_MapDatasetFetcher, "fetch")
-"""Samples of a data set are read, in whatever process, and collate_fn is called: (fetcher, keys)."""
+"""Reads of samples from a data set, in any process, and calls of collate_fn: (fetcher, keys)."""
 
 
 def watch_loaders(asker: Any) -> None:
-    """It is known whether data loaders run as long as this lives."""
+    """Records whether data loaders run, as long as `asker` is alive."""
     _loader_calls.watch(asker)
     batch_calls.watch(asker)
 
 
 def loader_runs() -> bool:
-    """Whether what runs on this thread is a data loader, which begins a pass or gives a batch."""
+    """Whether this thread runs a data loader, which begins a pass or returns a batch."""
     return _loader_calls.innermost() is not None or batch_calls.innermost() is not None
 
 
 TARGET, TOTAL_WEIGHT = "_saved_target", "_saved_total_weight"
-"""What the node of a mean over classes holds: the labels, and the sum of their weights."""
+"""Attributes of the node of a mean over classes: the labels, and the sum of their weights."""

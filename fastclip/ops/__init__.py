@@ -1,4 +1,4 @@
-"""The operations of the engine; here their PyTorch reference, which later kernels must equal."""
+"""The operations of the engine: their PyTorch references, which kernels must equal."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ from fastclip.ops.norms import (
 
 @functools.lru_cache(maxsize=256)
 def index_on(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """`places` as int64 on the device; not to be written to.
+    """Returns `places` as int64 on the device; not to be written to.
 
-    A copy of pageable memory would wait in every step and break the capture of a CUDA graph, so it is
-    made in the first pass that needs it and kept.
+    A copy of pageable memory would wait in every step, and break the capture of a CUDA graph. It is
+    made in the first pass that needs it, and kept.
     """
     with torch.inference_mode(False):
         return torch.tensor(places, dtype=torch.int64, device=device)

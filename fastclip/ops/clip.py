@@ -1,7 +1,7 @@
 """From norms to scales and counts, clipping of per-sample gradients, and the noisy mean.
 
-The arithmetic belongs to the strategy (fastclip.clipping), which is handed in; a kernel that knows
-the strategy's parts does the same in one launch.
+The strategy (fastclip.clipping) is an argument and defines the arithmetic. A kernel that knows the
+strategy's parts does the same in one launch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def clip_scale(
     norm_sq: Tensor, strategy: Any, state: Any, groups: Tensor | None = None,
     layers: Tensor | None = None, counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scales of a physical batch, and its raw norms; adds its raw counts.
+    """Returns scales of a physical batch and its raw norms, and adds its raw counts.
 
     Args:
         norm_sq: squared norms of the parameters that took part, [l, b].
         strategy: a fastclip.clipping.Clipping. state: its Thresholds, on the same device.
-        groups: int64 [b], -1 for a row that neither counts nor contributes.
+        groups: int64 [b], -1 for a sample that neither counts nor contributes.
         layers: rows of a per-layer state that `norm_sq` holds, int64 [l].
         counts: the logical batch's raw counts so far, float64; None counts nothing.
 
@@ -50,10 +50,10 @@ def clip_scale(
 def threshold_step(
     counts: Tensor, noise: Tensor | None, policy: Any, state: Any, batch_size: float, step: int
 ) -> tuple[Tensor, Any]:
-    """Noisy counts and the next state, once per logical batch.
+    """Returns noisy counts and the next state, once per logical batch.
 
     Args:
-        counts: raw counts, float64. noise: what is added to them, of the same shape, or None.
+        counts: raw counts, float64. noise: added to them, of the same shape, or None.
         policy: a fastclip.clipping.ThresholdPolicy. state: its Thresholds.
         batch_size: the public expected one, B. step: number of real steps before this one.
     """
@@ -82,23 +82,23 @@ _SAFE = (1e-20, 1e36)  # squared norms in which no square of float32 can have be
 def clip_accumulate(
     grad_samples: Sequence[Tensor], thresholds: float | Tensor | Sequence[float]
 ) -> tuple[list[Tensor], Tensor]:
-    """Clip per-sample gradients and sum them over the samples, for all parameters together.
+    """Clips per-sample gradients and sums them over the samples, for all parameters together.
 
     Formal guarantee: adding or removing one sample changes the sums, taken as one vector, by at most
-    C in Euclidean norm (per layer: the l-th by at most C_l): its own contribution, as computed in
-    the arithmetic in use, has at most that norm. What a sum in float32 rounds away of the others is
-    not part of the guarantee.
+    C in Euclidean norm (per layer: the l-th by at most C_l). Its own contribution, as computed in the
+    arithmetic in use, has at most that norm. The guarantee does not cover what a float32 sum rounds
+    away of the other samples.
 
     Args:
         grad_samples: of each parameter tensor, [b, ...]; float32, float64, float16 or bfloat16, of
             any strides.
         thresholds: C, a positive number or a scalar tensor, clips the whole gradient; C_l, a list
-            of l numbers or a tensor [l], clips per layer. Tensors are not looked at.
+            of l numbers or a tensor [l], clips per layer. Values of tensors are not read.
 
     Returns:
-        The clipped sums, one of shape [...] a parameter, float32 for 16-bit inputs and of the
-        input's type for the others; and the norms, [b] or [l, b], float32, or float64 where an input
-        is. A sample of which any norm is not finite contributes 0 everywhere.
+        The clipped sums, one of shape [...] per parameter: float32 for 16-bit inputs, else of the
+        input's type. And the norms, [b] or [l, b]: float64 if an input is, else float32. A sample
+        with any norm that is not finite contributes 0 everywhere.
 
     Raises:
         ArgumentError: for tensors of different batch sizes or devices, of a type that is not a
@@ -126,55 +126,63 @@ def clip_accumulate(
 def mismatch(
     grad_samples: Sequence[Tensor], thresholds: float | Tensor | Sequence[float]
 ) -> str | None:
-    """What is wrong with the arguments of `clip_accumulate`, in one sentence, or None."""
+    """Returns what is wrong with the arguments of `clip_accumulate`, in one sentence, or None."""
     if not len(grad_samples):
-        return "clip_accumulate expects per-sample gradients of at least one parameter, got none"
+        return "clip_accumulate expects per-sample gradients of at least one parameter, got none."
     first = grad_samples[0]
     for i, g in enumerate(grad_samples):
         if g.dtype not in TYPES:
-            return f"grad_samples[{i}] expects float32, float64, float16 or bfloat16, got {g.dtype}"
+            return (
+                f"grad_samples[{i}] expects float32, float64, float16 or bfloat16, got {g.dtype}."
+            )
         if not g.dim():
-            return f"grad_samples[{i}] expects a shape [b, ...], got a scalar"
+            return f"grad_samples[{i}] expects a shape [b, ...], got a scalar."
         if g.device != first.device:
-            return f"grad_samples[{i}] is on {g.device}, but grad_samples[0] on {first.device}"
+            return f"grad_samples[{i}] expects {first.device} as grad_samples[0], got {g.device}."
         if len(g) != len(first):
-            return f"grad_samples[{i}] holds {len(g)} samples, but grad_samples[0] {len(first)}"
+            return (
+                f"grad_samples[{i}] expects {len(first)} samples as grad_samples[0], got {len(g)}."
+            )
     expected = f"one threshold, or one for each of the {len(grad_samples)} parameter tensors"
     if isinstance(thresholds, Tensor):
         fits = thresholds.dim() == 0 or thresholds.shape == (len(grad_samples),)
-        return None if fits else f"expected {expected}, got a tensor {list(thresholds.shape)}"
+        return (
+            None
+            if fits
+            else f"thresholds expects {expected}, got a tensor {list(thresholds.shape)}."
+        )
     values = numbers_of(thresholds)
     if is_per_layer(thresholds) and len(values) != len(grad_samples):
-        return f"expected {expected}, got {len(values)}"
+        return f"thresholds expects {expected}, got {len(values)}."
     for value in values:
         if not _number(value) or not 0 < value < math.inf:  # type: ignore[operator]
-            return f"a threshold expects a positive number, got {value!r}"
+            return f"thresholds expects positive finite numbers, got {value!r}."
     return None
 
 
 def is_per_layer(thresholds: float | Tensor | Sequence[float]) -> bool:
-    """Whether there is one threshold a parameter tensor."""
+    """Whether there is one threshold per parameter tensor."""
     return thresholds.dim() > 0 if isinstance(thresholds, Tensor) else not _number(thresholds)
 
 
 def numbers_of(thresholds: float | Sequence[float]) -> list[float]:
-    """The thresholds that are there: of the whole gradient, or of each parameter tensor."""
+    """Returns the thresholds as a list: one for the whole gradient, or one per parameter tensor."""
     return [thresholds] if isinstance(thresholds, Real) else list(thresholds)  # type: ignore[arg-type, list-item]
 
 
 def norm_dtype(grad_samples: Sequence[Tensor]) -> torch.dtype:
-    """Of the norms: float64 where an input is, else float32."""
+    """Returns the dtype of norms: float64 if an input is, else float32."""
     wide = any(g.dtype == torch.float64 for g in grad_samples)
     return torch.float64 if wide else torch.float32
 
 
 def room(grad_samples: Sequence[Tensor]) -> tuple[float, float]:
-    """What bounds the scales for the coarsest arithmetic in use.
+    """Returns the bounds of scales for the coarsest arithmetic in use.
 
     Returns:
-        1 - margin, left below the threshold for rounding (`margin`); and the
-        smallest scale that is used. A subnormal one may be rounded up by more than the margin, which
-        would break the bound: it counts as 0.
+        1 - margin, a factor of the threshold that leaves room for rounding (`margin`). And the
+        smallest scale that is used. A subnormal scale may be rounded up by more than the margin and
+        break the bound, so it counts as 0.
     """
     wide = all(g.dtype == torch.float64 for g in grad_samples)
     dtype = torch.float64 if wide else torch.float32
@@ -182,7 +190,7 @@ def room(grad_samples: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def hard_scales(norms: Tensor, thresholds: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """min(1, C (1 - margin) / n), 0 for a sample of which any norm is not finite.
+    """Returns min(1, C (1 - margin) / n), 0 for a sample with any norm that is not finite.
 
     Args:
         norms: [l, b]. thresholds: [l] or a scalar. bounds: see `room`.
@@ -199,11 +207,11 @@ def _number(value: object) -> bool:
 
 
 def _pieces(g: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """`g` [b, ...] as matrices in its accumulation type, of bounded memory where they are copies.
+    """Yields `g` [b, ...] as matrices in its accumulation type; copies have bounded memory.
 
     Yields:
-        Rows and columns of [b, n], and that part of it. One piece for float32 and float64 where the
-        strides allow a view, columns of 16-bit numbers, else a few samples at a time.
+        Rows and columns of [b, n], and that part of it. It is one piece for float32 and float64 if
+        the strides allow a view, columns for 16-bit numbers, else a few samples at a time.
     """
     b, n = len(g), g[0].numel() if len(g) else 0
     if not b * n:
@@ -225,7 +233,7 @@ def _pieces(g: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _square_norms(g: Tensor) -> Tensor:
-    """||g_b||^2 for g [b, ...]: float64 [b]."""
+    """Returns ||g_b||^2 for g [b, ...]: float64 [b]."""
     total = g.new_zeros(len(g), dtype=torch.float64)
     for rows, _, x in _pieces(g):
         total[rows] += _row_norm_sq(x)
@@ -233,11 +241,11 @@ def _square_norms(g: Tensor) -> Tensor:
 
 
 def _row_norm_sq(x: Tensor) -> Tensor:
-    """Squared norms of the rows of x [b, n], float64, from float32 where that loses nothing.
+    """Returns squared norms of the rows of x [b, n], float64, from float32 where that loses nothing.
 
-    On the CPU, rows whose squares leave the range of float32 are done again in float64. Elsewhere
-    that would synchronize: a norm beyond 1e18 may there be inf, which drops the sample, and one
-    below 1e-10, where thresholds never are, may come out too small.
+    On the CPU, rows whose squares leave the range of float32 are computed again in float64.
+    Elsewhere that would synchronize. There a norm beyond 1e18 may be inf, which drops the sample. A
+    norm below 1e-10 (thresholds never are) may be too small.
     """
     total = row_norm_sq(x).double()
     if x.device.type == "cpu" and x.dtype == torch.float32:
@@ -249,8 +257,8 @@ def _row_norm_sq(x: Tensor) -> Tensor:
 
 
 def _weighted_sum(g: Tensor, scale: Tensor) -> Tensor:
-    """sum_b scale_b g_b for g [b, ...] and scale [b], in the accumulation type; samples of scale 0
-    contribute 0 even where they are not finite."""
+    """Returns sum_b scale_b g_b for g [b, ...] and scale [b], in the accumulation type. Samples of scale
+    0 contribute 0 even if they are not finite."""
     dtype = accumulation_dtype(g.dtype)
     total = g.new_zeros(g.shape[1:], dtype=dtype)
     flat, scale = total.view(-1), scale.to(dtype)
@@ -261,10 +269,10 @@ def _weighted_sum(g: Tensor, scale: Tensor) -> Tensor:
 
 
 def _without_zeroed(x: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Parts of x [b, n] that together have every sample of scale other than 0: 0 * inf is NaN.
+    """Yields parts of x [b, n] that cover all samples of nonzero scale: 0 * inf is NaN.
 
-    On the CPU the stretches of samples between those of scale 0, without a copy; elsewhere, where
-    looking would synchronize, a few columns at a time with the rows of scale 0 zeroed.
+    On the CPU these are stretches of samples between those of scale 0, without a copy. Elsewhere
+    reading the scales would synchronize: a few columns at a time have the rows of scale 0 zeroed.
 
     Yields:
         Columns, scales and numbers of the part.
@@ -286,32 +294,33 @@ def _without_zeroed(x: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor, T
 # -------------------------------------------------------------------------------------------------
 # From clipped sums to the gradient that the optimizer sees.
 #
-# A source of noise is a fastclip.ops.noise.NoiseSource; kernels look at its `secure`, `guarded` and
+# A source of noise is a fastclip.ops.noise.NoiseSource. Kernels read its `secure`, `guarded` and
 # `generator`, the reference calls its `normal_`.
 
 
 def check_std(std: float) -> float:
-    """A standard deviation that can be drawn: less, or NaN, would mean no noise without a word.
+    """Checks a standard deviation. A negative one, or NaN, would silently mean no noise.
 
     Raises:
         ArgumentError: unless it is a finite number >= 0.
     """
     if not 0 <= std < math.inf:
         raise ArgumentError(
-            f"the standard deviation of noise expects a finite number >= 0, got {std}: look at "
-            "noise_multiplier and max_grad_norm, and at what schedulers make of them"
+            f"The standard deviation of the noise expects a finite number >= 0, got {std}. Check "
+            "noise_multiplier, max_grad_norm and what schedulers make of them.",
+            doc="noise",
         )
     return std
 
 
 def check_floating(out: Tensor) -> None:
-    """Noise is real.
+    """Checks that noise is real.
 
     Raises:
         ArgumentTypeError: for integers and complex numbers.
     """
     if not out.is_floating_point():
-        raise ArgumentTypeError(f"noise expects a real floating-point tensor, got {out.dtype}")
+        raise ArgumentTypeError(f"noise expects a real floating-point tensor, got {out.dtype}.")
 
 
 @operation
@@ -319,22 +328,22 @@ def noise_finalize(
     summed: list[Tensor | None], like: list[Tensor], std: float | Tensor, divisor: float,
     source: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """(summed + N(0, std^2)) / divisor for every parameter, in float32, cast to its own type last.
+    """Returns (summed + N(0, std^2)) / divisor per parameter, in float32, cast to its own type last.
 
     Args:
-        summed: clipped sums; None where no sample touched the parameter (it still gets noise).
+        summed: clipped sums; None if no sample used the parameter (it still gets noise).
         like: the parameters, for shape, device and destination type.
-        std: standard deviation of the noise on the sum: a number, of which 0 draws nothing, or a
-            scalar tensor on the device, which is never looked at.
+        std: standard deviation of the noise on the sum. A number (0 draws nothing), or a scalar
+        tensor on the device, whose value is never read.
         divisor: public denominator.
         source: where the noise comes from.
 
     Returns:
-        New tensors, one a parameter.
+        New tensors, one per parameter.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a std that is no finite number >= 0, or parameters that
-            are not real.
+        ArgumentError, ArgumentTypeError: std is not a finite number >= 0, or parameters are not
+            real.
     """
     if not isinstance(std, Tensor):
         check_std(std)
@@ -367,11 +376,11 @@ def draw_normals(
     outs: list[Tensor], std: float, source: Any, totals: Sequence[Tensor | None] = (),
     factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """Fill `outs`, one after the other, with N(0, std^2) of a source of noise, and add `totals`.
+    """Fills `outs`, one after the other, with N(0, std^2) of a source of noise, and adds `totals`.
 
     Args:
-        totals: one for each of `outs`, or None in its place; or no totals at all. factor: what they
-            are multiplied by.
+        totals: one for each of `outs`, or None instead; or no totals at all. factor: multiplies
+            them.
     """
     for out in outs:
         source.normal_(out, std)
@@ -380,7 +389,7 @@ def draw_normals(
 
 
 def add_totals(outs: Sequence[Tensor], totals: Sequence[Tensor | None], factor: float) -> None:
-    """Add `factor` times its total to each of `outs` that has one."""
+    """Adds `factor` times its total to each of `outs` that has one."""
     touched = [pair for pair in zip(outs, totals, strict=True) if pair[1] is not None]
     if touched:
         foreach_add_(*map(list, zip(*touched, strict=True)), alpha=factor)
@@ -388,6 +397,6 @@ def add_totals(outs: Sequence[Tensor], totals: Sequence[Tensor | None], factor: 
 
 @operation
 def fill_normal(out: Tensor, std: float, source: Any) -> None:
-    """Fill `out` with N(0, std^2) of a source of noise."""
+    """Fills `out` with N(0, std^2) of a source of noise."""
     check_floating(out)
     source.normal_(out, check_std(std))

@@ -1,7 +1,7 @@
 """Per-sample norms, gradients and clipped sums of convolutions of any rank.
 
-Index letters: b sample, c input channel, o output channel; `x` is already padded explicitly where
-the padding is not zeros, so `padding` here is the symmetric number of zeros in each dimension.
+Index letters: b sample, c input channel, o output channel. `x` is already padded explicitly if the
+padding is not zeros, so `padding` here is the symmetric number of zeros in each dimension.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fastclip.ops.linear import whole
 class ConvGeometry:
     """Shape of a convolution: weight [o, c / groups, *kernel] and how it slides.
 
-    Whatever integers come, it holds Python's: unsigned ones of NumPy, which torch takes, have no -1.
+    It holds Python integers: torch also takes unsigned ones of NumPy, which have no -1.
     """
 
     weight_shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class ConvGeometry:
 
     @cached_property
     def is_apart(self) -> bool:
-        """No pixel is in two patches and none is padding: a linear map of the patches."""
+        """Whether no pixel is in two patches and none is padding: a linear map of the patches."""
         sides = zip(self.kernel, self.stride, self.dilation, strict=True)
         apart = all(k == 1 or (k <= s and d == 1) for k, s, d in sides)
         return apart and self.groups == 1 and not any(self.padding)
@@ -70,12 +70,12 @@ class ConvGeometry:
 
 @operation
 def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:
-    """x and g in the memory format in which norms and sums read them, so that it is changed once."""
+    """Returns x and g in the memory format of norms and sums, which is then changed once."""
     return x, g
 
 
 def strided(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The pixels of x [b, c, *space] that a pointwise convolution looks at."""
+    """Returns the pixels of x [b, c, *space] that a pointwise convolution reads."""
     index: list[Any] = [slice(None), slice(None), *(slice(None, None, s) for s in stride)]
     return x[tuple(index)]
 
@@ -83,7 +83,7 @@ def strided(x: Tensor, stride: tuple[int, ...]) -> Tensor:
 @operation
 @in_full_float32
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Squared norm of each sample's weight gradient from the pixel Gram.
+    """Returns the squared norm of each sample's weight gradient from the pixel Gram.
 
     With P = X^T X over pixels, the Gram of the patches is a sum of shifted copies of P,
     patch[p, q] = sum_delta P[s p + dil delta, s q + dil delta]: k^dims times less matmul than
@@ -103,7 +103,7 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 
 @in_full_float32
 def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
-    """What `conv_ghost_norm` makes of its arguments, [b * groups], to be raised with others."""
+    """Returns the norms of `conv_ghost_norm`, [b * groups], to be raised with others."""
     x, g = widen(x), widen(g)
     b, out, groups = x.shape[0], g.shape[2:], geometry.groups
     if geometry.is_pointwise:
@@ -116,7 +116,7 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
         return gram_norm(half_gram(pixels), g, d)
     pixels, outputs = half_gram(pixels), half_gram(g)
     total, norm_x, sizes = patch_products(pixels, outputs, tuple(x.shape[2:]), tuple(out), geometry)
-    # A Gram of patches is a sum of as many pieces of one of pixels as there are taps.
+    # A Gram of patches is a sum of pieces of a Gram of pixels, one per tap.
     taps, t = d // in_channels, outputs.shape[1]
     absolute = (taps * sizes).to(total.dtype)
     dots = dot_room(in_channels, p, g) + taps / 4
@@ -129,7 +129,7 @@ def patch_products(
     pixels: Tensor, outputs: Tensor, space: tuple[int, ...], out: tuple[int, ...],
     geometry: ConvGeometry,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Inner product of the patches' Gram with another one, and its trace; and how large both Grams are.
+    """Returns the inner product of the patches' Gram with another, its trace and the size of both.
 
     Args:
         pixels: `half_gram` of the pixels, [n, prod(space), prod(space)]. outputs: another one,
@@ -147,7 +147,7 @@ def patch_products(
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:
-    """Pixel Gram [n, prod(space), prod(space)] to patch Gram [n, prod(out), prod(out)].
+    """Converts a pixel Gram [n, prod(space), prod(space)] to a patch Gram [n, prod(out), prod(out)].
 
     Padding is never stored: an offset adds only where its window lies inside the image.
     """
@@ -173,7 +173,7 @@ def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGe
 
 
 def windows(axis: int, space: int, out: int, geo: ConvGeometry) -> list[tuple[slice, slice]]:
-    """Of every offset of the kernel: which outputs see the image, and where; the widest first."""
+    """Returns for each offset of the kernel which outputs see the image, and where; the widest first."""
     found = []
     for offset in range(geo.kernel[axis]):
         stride, start = geo.stride[axis], offset * geo.dilation[axis] - geo.padding[axis]
@@ -186,7 +186,7 @@ def windows(axis: int, space: int, out: int, geo: ConvGeometry) -> list[tuple[sl
 
 
 def conv_unit_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """The same from the pixel Gram: the rows are one more dimension, along which the kernel is 1."""
+    """Does the same from the pixel Gram: a unit's samples are one more dimension, with kernel size 1."""
     o, c, *kernel = geometry.weight_shape
     deeper = ConvGeometry(
         (o, c, 1, *kernel), (1, *geometry.stride), (0, *geometry.padding), (1, *geometry.dilation),
@@ -199,20 +199,19 @@ def conv_unit_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor
 # A convolution as linear maps of its patches: matrices [b, t, d] of inputs and [b, t, p] of
 # gradients.
 #
-# Where no pixel is in two patches, they are cut out. Elsewhere nothing is unfolded: what row i of
-# the kernel sees at a position, kw pixels of c channels, lies side by side in a map whose channels
-# are last, and one stride leads from position to position, also from the end of a row of the map to
-# the next, if rows are padded to the same width in the map and in the gradient, with zeros there:
+# If no pixel is in two patches, they are cut out. Otherwise nothing is unfolded. Row i of the kernel
+# sees kw pixels of c channels at a position, which are adjacent in a map whose channels are last. If
+# rows are padded to the same width in the map and in the gradient, with zeros there, one stride leads
+# from position to position, also from the end of a row of the map to the next:
 #
 #     a_i[t, (j, c)] = x[s_h h + d_h i - p_h, s_w w + j - p_w, c],   t = h W + w
 #
-# So W_b[:, :, i] = g_b^T a_i: a linear map for every row of the kernel, and, of a dilated kernel,
-# for every tap. Index letters: b sample, t position, c input and o output channel, i and j row and
-# column of the kernel.
+# So W_b[:, :, i] = g_b^T a_i: one linear map per row of the kernel, or per tap if it is dilated. Index
+# letters: b sample, t position, c input and o output channel, i and j row and column of the kernel.
 
 
 _WIDE = 16
-"""Channels of 16 bits are filled up to a multiple of this: so kernels load them 16 bytes at a time."""
+"""Channels of 16 bits are padded to a multiple of this, and kernels load them 16 bytes at a time."""
 
 
 def by_matrices(geometry: ConvGeometry) -> bool:
@@ -221,14 +220,14 @@ def by_matrices(geometry: ConvGeometry) -> bool:
 
 
 def matrices(geometry: ConvGeometry) -> int:
-    """How many `kernel_rows` gives."""
+    """Returns the number of matrices of `kernel_rows`."""
     (kh, kw), _, _, (_, dw) = _in_two_dimensions(geometry)
     return kh if dw == 1 else kh * kw
 
 
 def patches_apart(x: Tensor, geometry: ConvGeometry) -> Tensor:
-    """The patches of x [b, c, *space] where `geometry.is_apart`, [b, t, c * taps]; of pointwise
-    convolutions without strides a view."""
+    """Returns the patches of x [b, c, *space] if `geometry.is_apart`, [b, t, c * taps]. It is a view for
+    pointwise convolutions without strides."""
     if geometry.is_pointwise and max(geometry.stride) == 1:
         return x.flatten(2).transpose(1, 2)
     dims = len(geometry.kernel)
@@ -242,16 +241,16 @@ def patches_apart(x: Tensor, geometry: ConvGeometry) -> Tensor:
 
 
 def kernel_rows(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[list[Tensor], Tensor]:
-    """Matrices of a convolution that is `by_matrices`.
+    """Returns the matrices of a convolution that is `by_matrices`.
 
-    A sample's zeros stand between its own numbers and after them: no view reaches another sample's.
+    A sample's zeros lie between its own values and after them: no view reaches another sample's.
 
     Args:
         x: [b, c, *space]. g: gradient of the output, [b, o, *out].
 
     Returns:
-        What every row of the kernel sees, or every tap, in the order of the kernel, each [b, t, d]:
-        views of one copy of x; and g as [b, t, o], zero at positions that are none.
+        The inputs of each row of the kernel, or of each tap, in the kernel's order, each [b, t, d]:
+        views of one copy of x. And g as [b, t, o], zero at padded positions.
     """
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = _in_two_dimensions(geometry)
     if x.dim() == 3:
@@ -280,7 +279,7 @@ def kernel_rows(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[list[Tens
 
 
 def of_kernel_rows(blocks: Sequence[Tensor], geometry: ConvGeometry) -> Tensor:
-    """The weight, or weights, [..., *weight_shape] of what the matrices of `kernel_rows` give.
+    """Returns weights [..., *weight_shape] from the results for the matrices of `kernel_rows`.
 
     Args:
         blocks: of every matrix, [..., o, d].
@@ -294,7 +293,7 @@ def of_kernel_rows(blocks: Sequence[Tensor], geometry: ConvGeometry) -> Tensor:
 
 
 def _in_two_dimensions(geometry: ConvGeometry) -> list[tuple[int, ...]]:
-    """Kernel, stride, padding and dilation; of one dimension as a map of height 1."""
+    """Returns kernel, stride, padding and dilation; one dimension becomes a map of height 1."""
     window = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
     if len(geometry.kernel) == 2:
         return list(window)
@@ -302,12 +301,12 @@ def _in_two_dimensions(geometry: ConvGeometry) -> list[tuple[int, ...]]:
 
 
 def _steps(out: int, kernel: int, stride: int, dilation: int) -> int:
-    """Strides that hold all that `out` positions of a kernel see."""
+    """Returns the number of strides that cover the inputs of `out` positions of a kernel."""
     return out - 1 + -(-((kernel - 1) * dilation + 1) // stride)
 
 
 def _laid(g: Tensor, wide: int) -> Tensor:
-    """g [b, o, h, w] as [b, h * wide, o], zero beyond w."""
+    """Returns g [b, o, h, w] as [b, h * wide, o], zero beyond w."""
     b, o, height, width = g.shape
     if wide == width:
         return g.flatten(2).transpose(1, 2)
@@ -323,18 +322,18 @@ def _laid(g: Tensor, wide: int) -> Tensor:
 
 
 _LARGE = 2**18
-"""Pairs of channels from which their weights do not stay in a cache."""
+"""Pairs of channels from which their weights do not fit into a cache."""
 
 
 def conv_per_sample_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Every sample's weight gradient, [b, *weight_shape], in the accumulation type."""
+    """Returns per-sample weight gradients, [b, *weight_shape], in the accumulation type."""
     return wide_conv_gradients(widen(x), widen(g), geometry)
 
 
 def kept_conv_gradients(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
 ) -> tuple[list[Tensor], ProductNorm]:
-    """The same in parts, some samples after the other, with their norms, to be raised with others."""
+    """Returns the same in parts of some samples, with their norms, to be raised with others."""
     found, total, of_x, of_g = conv_gradients_with_norms(widen(x), widen(g), geometry, last_input)
     return found, ProductNorm(total, of_x, of_g, torch.Size(geometry.kernel).numel())
 
@@ -343,7 +342,7 @@ def kept_conv_gradients(
 def conv_gradients_with_norms(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """`wide_conv_gradients`, in parts, and squared norms [b]: of them, of x and of g."""
+    """Returns `wide_conv_gradients` in parts, and squared norms [b] of them, of x and of g."""
     found = wide_conv_gradients(x, g, geometry)
     return [found], row_norm_sq(found), last_input.norm_sq(x), row_norm_sq(g)
 
@@ -351,7 +350,7 @@ def conv_gradients_with_norms(
 @host_operation
 @in_full_float32
 def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """`conv_per_sample_gradients` of operands in their accumulation type: samples as groups."""
+    """`conv_per_sample_gradients` of operands in their accumulation type, with samples as groups."""
     b, groups = x.shape[0], geometry.groups
     out_channels, in_channels = geometry.weight_shape[:2]
     if not b:
@@ -370,17 +369,17 @@ def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 
 
 def _slides_faster(x: Tensor, geometry: ConvGeometry) -> bool:
-    """Depthwise, on a CPU: a convolution with g for its kernel takes a tenth of torch's own gradient."""
+    """Whether sliding g is faster: depthwise on a CPU, where it takes a tenth of torch's time."""
     return geometry.weight_shape[1] == 1 and x.device.type == "cpu"
 
 
 def _slid(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Every sample's weight gradient where a channel sees one channel: g slides over x."""
+    """Returns per-sample weight gradients if each channel sees one channel: g slides over x."""
     b, dims = x.shape[0], len(geometry.kernel)
     conv = (torch.conv1d, torch.conv2d, torch.conv3d)[dims - 1]
     image = x.reshape(1, b * geometry.groups, *x.shape[2:])
     kernel = g.reshape(b * geometry.weight_shape[0], 1, *g.shape[2:])
-    # strides and dilations change places; what lies behind the kernel is left out
+    # strides and dilations are exchanged; entries behind the kernel are left out
     taps = conv(
         image, kernel, None, geometry.dilation, geometry.padding, geometry.stride,
         b * geometry.groups,
@@ -395,8 +394,8 @@ def _slid(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 def conv_norm(
     x: Tensor, g: Tensor, geometry: ConvGeometry, keep: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time; with
-    `keep`, that and the gradients, [b, *weight_shape], all of them."""
+    """Returns squared norms of per-sample weight gradients, [b], by instantiating a few at a time; with
+    `keep`, also all gradients, [b, *weight_shape]."""
     if keep:
         parts, norm = kept_conv_gradients(x, g, geometry, LastInput())
         return norm.raised(), whole(parts)
@@ -413,7 +412,7 @@ def conv_norm(
 
 @in_full_float32
 def conv_unit_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """The sums of the weight gradients of n rows each: x [u, n, c, *space], g [u, n, o, *out].
+    """Returns sums of the weight gradients of n samples each: x [u, n, c, *space], g [u, n, o, *out].
 
     Returns:
         [u, *weight_shape].
@@ -431,7 +430,7 @@ def conv_unit_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
             for y, channels in ((x, in_channels), (g, out_channels // groups))
         )
         return torch.bmm(b, a.transpose(1, 2)).view(u, *geometry.weight_shape)
-    if x.device.type == "cpu":  # a tenth of the time that samples as groups take
+    if x.device.type == "cpu":  # a tenth of the time with samples as groups
         pairs = zip(x, g, strict=True)
         return torch.stack([_weight_gradient(*p, geometry, groups, out_channels) for p in pairs])
     x, g = (y.transpose(0, 1).flatten(1, 2) for y in (x, g))
@@ -440,7 +439,7 @@ def conv_unit_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 
 
 def conv_gradients_apart(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
-    """`conv_per_sample_gradients` of a few samples after the other: the same numbers each time."""
+    """Yields `conv_per_sample_gradients` of a few samples at a time, with the same numbers each time."""
     native = x.element_size() == g.element_size() == 2 and not computes_reference(x)
     step = samples_at_once(torch.Size(geometry.weight_shape).numel(), x.device)
     for xs, gs in zip(x.split(step), g.split(step), strict=True):
@@ -451,7 +450,7 @@ def conv_gradients_apart(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterat
 
 
 def conv_unit_gradients_apart(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
-    """`conv_unit_gradients` of a few units after the other: the same numbers each time."""
+    """Yields `conv_unit_gradients` of a few units at a time, with the same numbers each time."""
     step = samples_at_once(torch.Size(geometry.weight_shape).numel(), x.device)
     for xs, gs in zip(x.split(step), g.split(step), strict=True):
         yield conv_unit_gradients(xs, gs, geometry)
@@ -460,7 +459,7 @@ def conv_unit_gradients_apart(x: Tensor, g: Tensor, geometry: ConvGeometry) -> I
 @operation
 @in_full_float32
 def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Tensor:
-    """sum_b scale_b times the weight gradient of sample b, of weight_shape; scale is [b]."""
+    """Returns sum_b scale_b times the weight gradient of sample b, of weight_shape; scale is [b]."""
     x, g = drop_zeroed(scale, widen(x), widen(g))
     if not x.shape[0]:
         return x.new_zeros(geometry.weight_shape)
@@ -473,8 +472,8 @@ def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Ten
 
 
 def _multiplies_faster(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
-    """On a CPU, where the weights are many and the patches few: torch's own gradient has a form of its
-    own for them, which takes longer to write and to read again than the patches."""
+    """Whether a product is faster: on a CPU, with many weights and few patches. Torch's own gradient
+    writes and reads them in another format, which takes longer than the patches."""
     out_channels, channels = geometry.weight_shape[:2]
     if x.device.type != "cpu" or geometry.groups > 1 or out_channels * channels < _LARGE:
         return False
@@ -482,13 +481,13 @@ def _multiplies_faster(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
     if not geometry.is_pointwise:
         if x.dim() != 4:
             return False
-        patch *= 3  # they are cut out and laid side by side
+        patch *= 3  # they are cut out and joined
     positions = g.shape[0] * g.shape[2:].numel()
     return positions * (patch + out_channels) <= 2 * torch.Size(geometry.weight_shape).numel()
 
 
 def _multiplied(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """The weight gradient of all samples as one product, over all of their positions."""
+    """Computes the weight gradient of all samples as one product, over all of their positions."""
     if geometry.is_pointwise:
         patches = strided(x, geometry.stride).flatten(2)
     else:

@@ -27,7 +27,7 @@ from fastclip import _C  # noqa: E402  (its absence has been said by now)
 # Launchers of the clipping kernels: clip_accumulate.cu and clip_scale.cu of csrc/cuda.
 #
 # Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same source
-# on the host. Nothing here looks at a tensor's values.
+# on the host. Nothing here reads a tensor's values.
 #
 # Index letters: b sample, l parameter tensor, k group.
 
@@ -43,7 +43,7 @@ def clip_accumulate(
 ) -> tuple[list[Tensor], Tensor]:
     """fastclip.ops.clip_accumulate; each gradient is read twice, in one launch each.
 
-    Where the values of a sample lie densely in another order (channels last), so do the sums'.
+    If a sample's values are dense in another order (channels last), so are the sums'.
     """
     if reason := mismatch(grad_samples, thresholds):
         raise ArgumentError(reason)
@@ -81,7 +81,7 @@ def clip_accumulate(
 
 
 def _is_dense(g: Tensor) -> bool:
-    """Whether the values of a sample fill one stretch of memory, in whatever order."""
+    """Whether the values of a sample fill one block of memory, in any order."""
     if g.is_contiguous():
         return True
     expected = 1
@@ -93,7 +93,7 @@ def _is_dense(g: Tensor) -> bool:
 
 
 def _empty_sum(g: Tensor) -> Tensor:
-    """Memory for the sum of g [b, ...], with the strides of a sample where it has one."""
+    """Returns memory for the sum of g [b, ...], with the strides of a sample if there is one."""
     dtype = accumulation_dtype(g.dtype)
     if not len(g) or g.is_contiguous():
         return torch.empty(g.shape[1:], dtype=dtype, device=g.device)
@@ -104,14 +104,14 @@ def _empty_sum(g: Tensor) -> Tensor:
 
 
 def _is_triton_next(operation: str, device: torch.device) -> bool:
-    """Whether Triton's kernel of the operation is tried after this one, and can be."""
+    """Whether Triton's kernel of the operation is available, and tried after this one."""
     if "triton" not in dispatch._candidates(device):  # cuda was asked for by name
         return False
     return dispatch._kernel("triton", operation) is not None
 
 
 def _takes(tensors: Sequence[tuple[Tensor | None, torch.dtype]], device: torch.device) -> bool:
-    """Whether the tensors that there are have these types, and lie on this device."""
+    """Whether all given tensors have these types and are on this device."""
     return all(
         x is None or (x.dtype == dtype and x.device == device and is_plain(x))
         for x, dtype in tensors
@@ -122,8 +122,8 @@ def clip_scale(
     norm_sq: Tensor, strategy: Any, state: Any, groups: Tensor | None = None,
     layers: Tensor | None = None, counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """fastclip.ops.clip_scale for every strategy of fastclip.clipping's own parts, where Triton's
-    kernel cannot be used."""
+    """fastclip.ops.clip_scale for every strategy of fastclip.clipping's own parts, if Triton's kernel
+    cannot be used."""
     device, wide, whole = norm_sq.device, torch.float64, torch.int64
     policy, numbers = strategy.threshold, clip_numbers(strategy)
     if numbers is None or _is_triton_next("clip_scale", device):
@@ -160,8 +160,8 @@ def clip_scale(
 def threshold_step(
     counts: Tensor, noise: Tensor | None, policy: Any, state: Any, batch_size: float, step: int
 ) -> tuple[Tensor, Any]:
-    """fastclip.ops.threshold_step for the policies of fastclip.clipping that count, where Triton's
-    kernel cannot be used."""
+    """fastclip.ops.threshold_step for the policies of fastclip.clipping that count, if Triton's kernel
+    cannot be used."""
     numbers, device = step_numbers(policy), counts.device
     if numbers is None or _is_triton_next("threshold_step", device):
         return NotImplemented
@@ -194,13 +194,12 @@ _CLIPPING: dict[str, Callable[..., Any]] = {
 # bits.
 #
 # Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same source
-# on the host, which is how CPU tensors are served where FASTCLIP_BACKEND=cuda asks for it.
+# on the host, for CPU tensors if FASTCLIP_BACKEND=cuda.
 #
 # - Seeded noise is Philox 4x32-10. Its key and the high half of its counter, 126 random bits, are
-#   drawn from the torch.Generator on the device itself: nothing is waited for, the same state of
-# the
-#   generator gives the same noise, and a CUDA graph that is replayed draws anew.
-# - Secure noise is ChaCha20 under a key of the operating system that serves one call.
+#   drawn from the torch.Generator on the device itself. Nothing waits for the device, the same state
+#   of the generator gives the same noise, and a replayed CUDA graph draws new noise.
+# - Secure noise is ChaCha20 under a key of the operating system that is used for one call.
 
 
 _SCALARS = {  # the order of Scalar, csrc/cuda/noise.cuh
@@ -245,7 +244,7 @@ def fill_normal(out: Tensor, std: float, source: Any) -> None:
         with torch.no_grad():
             out.copy_(values)
         if source.secure:
-            values.zero_()  # whoever reads this memory later must not find the noise
+            values.zero_()  # later readers of this memory must not find the noise
 
 
 def _takes_noise(tensors: Iterable[Tensor | None], device: torch.device, source: Any) -> bool:
@@ -253,7 +252,7 @@ def _takes_noise(tensors: Iterable[Tensor | None], device: torch.device, source:
     generator = source.generator
     if generator is not None and not source.secure and not _is_on(generator.device, device):
         return False
-    # One of each kind is looked at: a model has hundreds of parameters, nearly all alike.
+    # One of each kind is checked: a model has hundreds of parameters, nearly all alike.
     kinds = {(x.device, x.dtype, x.layout, type(x)): x for x in tensors if x is not None}
     return all(x.device == device and x.dtype in _SCALARS and is_plain(x) for x in kinds.values())
 
@@ -265,15 +264,15 @@ def _is_on(device: torch.device, wanted: torch.device) -> bool:
 
 
 def _in_arithmetic_of(gradient: Tensor, total: Tensor) -> Tensor:
-    """A sum as the kernel reads it: contiguous, float64 for float64 gradients, else float32."""
+    """Returns a sum as the kernel reads it: contiguous, float64 for float64 gradients, else float32."""
     if total.shape != gradient.shape:
         raise ArgumentError(
             f"noise_finalize expects sums of the parameters' shapes, got {list(total.shape)} for a "
-            f"parameter of {list(gradient.shape)}"
+            f"parameter of {list(gradient.shape)}."
         )
     wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     if total.dtype == wide and total.is_contiguous() and not total.is_neg():
-        return total  # of most, and what is read is their memory
+        return total  # true for most sums; the kernel reads their memory
     return total.detach().to(wide).contiguous().resolve_neg()
 
 
@@ -284,7 +283,7 @@ def _draw(
     divisor: float,
     source: Any,
 ) -> None:
-    """outs = (totals + N(0, std^2)) / divisor: one call of the extension, on the current stream."""
+    """Sets outs = (totals + N(0, std^2)) / divisor in one call, on the current stream."""
     device = outs[0].device
     rows = [
         (pointer(total), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
@@ -294,7 +293,7 @@ def _draw(
     on_device = None
     if isinstance(std, Tensor):
         if std.numel() != 1:
-            raise ArgumentError(f"std expects a scalar tensor, got the shape {list(std.shape)}")
+            raise ArgumentError(f"std expects a scalar tensor, got shape {list(std.shape)}.")
         on_device = std.detach().to(device, torch.float64, non_blocking=True)
     elif check_std(std) == 0:
         _C.noise_silent(rows=rows, divisor=divisor, **here)

@@ -1,15 +1,15 @@
 """Which backend computes an operation: the PyTorch reference, Triton, or CUDA C++.
 
-`FASTCLIP_BACKEND` is one of auto (default), reference, triton, cuda. "auto" takes a kernel where
-tensors lie on an NVIDIA GPU and one exists; "triton" asks for it by name, also on the CPU through
-Triton's interpreter (TRITON_INTERPRET=1). A kernel that is missing, or whose first launch fails, is
-replaced by the reference with one warning; an error in its result is never hidden: kernels either
-give what the reference gives or raise.
+`FASTCLIP_BACKEND` is one of auto (default), reference, triton, cuda. "auto" takes a kernel if tensors
+are on an NVIDIA GPU and one exists. "triton" takes Triton's kernels, also on the CPU through Triton's
+interpreter (TRITON_INTERPRET=1). If a kernel is missing or its first launch fails, the reference
+replaces it, with one warning. Errors in results are never hidden: kernels either equal the reference or
+raise an error.
 
-Where the samples of a step are followed (fastclip.trace) references compute: kernels are launched past
-torch. So they do where a compiler of torch's traces.
+References compute traced steps (fastclip.trace), because torch does not see the launches of kernels. The
+same holds while a compiler of torch traces.
 
-On a CPU, "auto" takes what fastclip._host computes ("host"): what is one loop in C++ and a chain of
+On a CPU, "auto" takes the loops of fastclip._host ("host"), which are one loop in C++ and a chain of
 operations in PyTorch.
 """
 
@@ -53,7 +53,7 @@ class _State:
 def _from_environment() -> str:
     name = os.environ.get("FASTCLIP_BACKEND", "auto").strip().lower()
     if name not in BACKENDS:
-        raise ArgumentError(f"FASTCLIP_BACKEND expects one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ArgumentError(f"FASTCLIP_BACKEND expects one of {', '.join(BACKENDS)}, got {name!r}.")
     return name
 
 
@@ -64,18 +64,18 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}
 LOOPS: dict[str, Callable[..., Any]] = {}
 """Name -> reference of the parts of operations that fastclip._host may compute on a CPU."""
 CALLS: dict[str, Callable[..., Any]] = {}
-"""Name -> what an operation is in a graph that is made for a compiler (fastclip.ops.library): one call,
-whose backend is chosen when it runs. An operation without one is its reference there."""
+"""Name -> the operation in a compiler's graph (fastclip.ops.library): one call, whose backend is chosen
+when it runs. An operation without one uses its reference there."""
 
 
 def operation(reference: _Function) -> _Function:
-    """Make a reference the operation of its name: kernels take its place where they can."""
+    """Makes a reference the operation of its name: kernels replace it where they can."""
     OPERATIONS[reference.__name__] = reference
     return _dispatched(reference, _candidates)
 
 
 def host_operation(reference: _Function) -> _Function:
-    """A part of operations that fastclip._host may compute on a CPU, and no other kernel."""
+    """Makes a reference a part of operations that only fastclip._host may compute, on a CPU."""
     LOOPS[reference.__name__] = reference
     return _dispatched(reference, lambda device: _HOST if computes_on(device) else ())
 
@@ -113,35 +113,35 @@ def _dispatched(
 
 
 def in_graph(name: str, otherwise: Any) -> Any:
-    """What an operation is in a graph that this thread makes for a compiler; `otherwise` elsewhere."""
+    """Returns the operation for a graph that this thread makes for a compiler, else `otherwise`."""
     if not CALLS or _STATE.requested == "reference" or not makes_graph():
         return otherwise
     return CALLS.get(name, otherwise)
 
 
 def computes_on(device: torch.device) -> bool:
-    """Loops of fastclip._host serve on this device: a CPU, where no backend was asked for by name."""
+    """Whether loops of fastclip._host are used on this device: a CPU, if no backend is named."""
     return device.type == "cpu" and _STATE.requested == "auto"
 
 
 def has_kernel(name: str) -> bool:
-    """A Triton kernel serves this operation on a GPU, as things are."""
+    """Whether a Triton kernel is currently used for this operation on a GPU."""
     asked, key = _STATE.requested in ("auto", "triton"), f"triton {name}"
     return asked and key not in _STATE.why_not and name in _load("triton")
 
 
 def has_loops(name: str) -> bool:
-    """fastclip._host computes this operation on a CPU, as things are."""
+    """Whether fastclip._host currently computes this operation on a CPU."""
     return _STATE.requested == "auto" and name in _load("host")
 
 
 def computes_reference(x: Tensor) -> bool:
-    """No kernel takes norms of tensors like this one: the reference does, in steps to be joined."""
+    """Whether the reference computes norms of tensors like this one, in steps to be joined."""
     return _STATE.requested == "reference" or computes_on(x.device)
 
 
 def _first_tensor(values: Any) -> Tensor | None:
-    """The first tensor among arguments, sequences of tensors included."""
+    """Returns the first tensor among arguments, sequences of tensors included."""
     for value in values:
         found = _first_tensor(value) if isinstance(value, (list, tuple)) else value
         if isinstance(found, Tensor):
@@ -150,7 +150,7 @@ def _first_tensor(values: Any) -> Tensor | None:
 
 
 def _candidates(device: torch.device) -> tuple[str, ...]:
-    """Backends to try for tensors on `device`, in order."""
+    """Returns backends to try for tensors on `device`, in order."""
     if computes_on(device):
         return _HOST
     if _STATE.requested in ("triton", "cuda"):
@@ -159,7 +159,7 @@ def _candidates(device: torch.device) -> tuple[str, ...]:
 
 
 def _kernel(backend: str, name: str) -> Callable[..., Any] | None:
-    """The launcher, unless it is missing or has failed; says so once."""
+    """Returns the launcher, or None if it is missing or has failed; warns once."""
     key = f"{backend} {name}"
     if key in _STATE.why_not:
         return None
@@ -182,7 +182,7 @@ def _load(backend: str) -> dict[str, Callable[..., Any]]:
 
 
 def _first_launch(key: str, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Its result, or NotImplemented where the kernel declined, or failed as it never worked before."""
+    """Returns the result, or NotImplemented if the kernel declined or its first launch failed."""
     try:
         result = kernel(*args, **kwargs)
     except (torch.OutOfMemoryError, FastclipError):
@@ -200,15 +200,16 @@ def _give_up(key: str, reason: str, *, warn: bool) -> None:
     if warn:
         backend, name = key.split()
         say(
-            f"the {backend} kernel of {name} is not used ({reason}); its PyTorch reference takes "
-            "over. `python -m fastclip.doctor` tells more"
+            f"The {backend} kernel of {name} is not used ({reason}), and its PyTorch reference "
+            "replaces it. Run `python -m fastclip.doctor` for details.",
+            doc="missing-libraries",
         )
 
 
 def backend_of(name: str, device: torch.device) -> tuple[str, str]:
-    """Which backend an operation will use on `device`, and why: what the doctor prints."""
+    """Returns which backend an operation will use on `device`, and why, for the doctor."""
     if name not in OPERATIONS and name not in LOOPS:
-        raise ArgumentError(f"expected one of {sorted(OPERATIONS | LOOPS)}, got {name!r}")
+        raise ArgumentError(f"name expects one of {sorted(OPERATIONS | LOOPS)}, got {name!r}.")
     if _STATE.requested == "reference":
         return "reference", "FASTCLIP_BACKEND=reference"
     reasons = []
@@ -225,9 +226,9 @@ def backend_of(name: str, device: torch.device) -> tuple[str, str]:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Use one backend inside the block, whatever the environment says (tests, benchmarks)."""
+    """Uses one backend inside the block, independent of the environment (tests, benchmarks)."""
     if name not in BACKENDS:
-        raise ArgumentError(f"backend expects one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ArgumentError(f"backend expects one of {', '.join(BACKENDS)}, got {name!r}.")
     before, _STATE.requested = _STATE.requested, name
     try:
         yield

@@ -1,6 +1,6 @@
 """Per-sample norms and clipped sums of an embedding table, in O(n d): never a [b, v, d] tensor.
 
-The looked-up rows come flat: entry j looks up row ids[j] for sample[j] and received gradient g[j].
+Looked-up rows are flat: entry j looks up row ids[j] for sample[j] and received gradient g[j].
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fastclip.ops.dispatch import operation
 from fastclip.ops.grams import dot_room
 
 _ROUNDINGS = 8
-"""Of a squared norm that is no Gram's, in u, one after the other."""
+"""Successive roundings of a squared norm that is not from a Gram, in u."""
 
 
 def flatten_lookup(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, t] ids and [b, t, d] gradients as flat ids [n], sample [n], g [n, d]."""
+    """Flattens [b, t] ids and [b, t, d] gradients to ids [n], sample [n], g [n, d]."""
     b, t = ids.shape
     sample = torch.arange(b, device=ids.device)[:, None].expand(b, t).reshape(-1)
     return ids.reshape(-1), sample, g.reshape(b * t, g.shape[-1])
@@ -36,10 +36,10 @@ def lookup_norm(
     ids: Tensor, sample: Tensor, g: Tensor, batch_size: int, num_embeddings: int,
     padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Squared norm of each sample's table gradient: sum over its distinct ids of ||sum of g||^2.
+    """Returns squared norms of per-sample table gradients: sum over distinct ids of ||sum of g||^2.
 
-    Sums are float64: rows of one id may cancel, and what a float32 sum of many then hides of the
-    norm is more than the margin of the scales covers.
+    Sums are float64. Rows of one id may cancel, and the rounding of a float32 sum of many could then
+    exceed the margin of the scales.
 
     Args:
         ids: [n] int64. sample: [n] int64, the sample of each entry. g: [n, d].
@@ -63,7 +63,7 @@ def lookup_norm(
 
 
 def _sum_rows(g: Tensor, index: Tensor, rows: int, skip: int = -1) -> Tensor:
-    """Row r of the result is the sum of the g[j] with index[j] = r; 10x an index_add_ on a CPU."""
+    """Sums the g[j] with index[j] = r into row r; 10x as fast as index_add_ on a CPU."""
     return torch.ops.aten.embedding_dense_backward(g, index, rows, skip, False)
 
 
@@ -74,8 +74,8 @@ def lookup_sum(
 ) -> Tensor:  # fmt: skip
     """Clipped sum of the table's gradients, [v, d]; scale is [b].
 
-    Sums are float64, as those of the norm, and are rounded once: what float32 would keep of rows
-    that cancel is more than the norm tells of.
+    Sums are float64, as those of the norm, and are rounded once. If rows cancel, the rest in float32
+    could exceed the norm.
     """
     accumulated = accumulation_dtype(g.dtype)
     per_entry = scale[sample]
@@ -84,7 +84,7 @@ def lookup_sum(
     skip = -1 if padding_idx is None else padding_idx
     if num_embeddings <= len(ids):
         return _sum_rows(weighted, ids, num_embeddings, skip).to(accumulated)
-    # Of a large table few rows are looked up: the others are never in memory as float64.
+    # Few rows of a large table are looked up, and the others are never in memory as float64.
     sorted_ids, order = ids.sort()
     segment, segment_of = _segments(sorted_ids, order)
     sums = _sum_rows(weighted, segment_of, len(ids)).to(accumulated)
@@ -93,7 +93,7 @@ def lookup_sum(
 
 
 def lookup_margin(sample: Tensor, g: Tensor, batch_size: int) -> Tensor:
-    """What the order of float64 sums can hide of the norm of each sample's table gradient, [b].
+    """Returns the rounding margin of per-sample table gradients for any order of float64 sums, [b].
 
     Two sums of n rows, in different orders, are each off by up to n u sum |g_j|.
     """
@@ -104,7 +104,7 @@ def lookup_margin(sample: Tensor, g: Tensor, batch_size: int) -> Tensor:
 
 
 def _segments(sorted_key: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The run of equal keys that an entry belongs to: of the sorted entries, and of the entries."""
+    """Returns the run of equal keys of each entry, for sorted entries and for entries as given."""
     starts = torch.ones_like(sorted_key)
     starts[1:] = (sorted_key[1:] != sorted_key[:-1]).to(starts.dtype)
     segment = starts.cumsum(0) - 1
@@ -112,7 +112,7 @@ def _segments(sorted_key: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def embedding_norm(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Squared per-sample norms for ids [b, t] int64 and g [b, t, d]: [b]."""
+    """Returns squared per-sample norms for ids [b, t] int64 and g [b, t, d]: [b]."""
     flat_ids, sample, flat_g = flatten_lookup(ids, g)
     # Any bound above every id serves as v: b * v must stay below 2^63.
     return lookup_norm(flat_ids, sample, flat_g, ids.shape[0], 1 << 31, padding_idx)
@@ -121,14 +121,14 @@ def embedding_norm(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> Te
 def embedding_sum(
     ids: Tensor, g: Tensor, scale: Tensor, num_embeddings: int, padding_idx: int | None = None
 ) -> Tensor:
-    """Clipped sum for ids [b, t], g [b, t, d] and scale [b]: [v, d]."""
+    """Returns the clipped sum for ids [b, t], g [b, t, d] and scale [b]: [v, d]."""
     flat_ids, sample, flat_g = flatten_lookup(ids, g)
     return lookup_sum(flat_ids, sample, flat_g, scale, num_embeddings, padding_idx)
 
 
 @in_full_float32
 def tied_norm(ids: Tensor, g_rows: Tensor, a: Tensor, g: Tensor, separate: Tensor) -> Tensor:
-    """Squared norm [b] of the summed gradients of a table used as embedding and as output head.
+    """Returns squared norms [b] of the summed gradients of a table used as embedding and output head.
 
     The embedding is a linear map whose output gradient is one-hot, so the cross Gram is a gather:
     <E_b, L_b> = sum_{t,s} (g_rows[b,t] . a[b,s]) * g[b, s, ids[b,t]]. As with any Gram the result
@@ -145,7 +145,7 @@ def tied_norm(ids: Tensor, g_rows: Tensor, a: Tensor, g: Tensor, separate: Tenso
     products = dots * g.gather(2, index)
     size = ids.shape[1] * row_norm_sq(g_rows) * row_norm_sq(a) * row_norm_sq(g)
     bound = 2 * GRAM_ERROR_FACTOR * size.sqrt()
-    # Where the two take each other back, what is left of them has the roundings of both.
+    # If the two cancel, the rest has the roundings of both.
     room = 4 + 2 * dot_room(a.shape[2], 0, a)
     bound = bound + _ROUNDINGS * separate + room * products.abs().sum((1, 2))
     return (separate + 2 * products.sum((1, 2))).clamp_min(0) + unit_roundoff(a.dtype) * bound

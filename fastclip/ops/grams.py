@@ -1,8 +1,8 @@
-"""Squared norms from Gram matrices, and what rounding can hide of them.
+"""Squared norms from Gram matrices, and their rounding margins.
 
 Sample b's gradient is g_b^T a_b, so its squared norm is sum_{t,s} (a_t.a_s)(g_t.g_s): two Grams and an
-inner product. With large, nearly orthogonal terms that sum cancels and can come out far too small, even
-negative. It is clamped at 0 and raised by its rounding bound, so that a norm is never under-estimated.
+inner product. With large, nearly orthogonal terms that sum cancels and can be far too small, even
+negative. It is clamped at 0 and raised by its rounding bound. A norm is never underestimated.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from fastclip.core.numerics import (
 from fastclip.ops.dispatch import host_operation
 
 # -------------------------------------------------------------------------------------------------
-# What rounding can hide of norms, and norms raised by it: no sample adds more than they tell.
+# Rounding margins, and norms raised by them: no sample adds more than its norm.
 
 
 _FEWEST = 1 << 14
 
 
 class LaterNorm(ABC):
-    """Squared norms of a parameter's gradients, whose last operations are made for a `kind` at once."""
+    """Squared norms of a parameter's gradients, whose last operations run once per `kind`."""
 
     @property
     @abstractmethod
     def kind(self) -> Hashable:
-        """Those of one kind are finished together."""
+        """Norms of one kind are finished together."""
 
     @abstractmethod
     def raised(self) -> Tensor:
-        """The squared norms, [b], never below those of what the samples add to the clipped sum."""
+        """Returns squared norms, [b], never below those of the samples' terms in the clipped sum."""
 
     @staticmethod
     @abstractmethod
     def together(norms: Sequence[Any]) -> Tensor:
-        """`raised` of l of a kind, [l, b], with as many operations as of one."""
+        """Returns `raised` for l norms of a kind, [l, b], with as many operations as for one."""
 
 
 @dataclass
 class RaisedNorm(LaterNorm):
-    """A squared norm before it is raised by its rounding bound: of one layer, or stacked, of l layers.
+    """A squared norm before it is raised by its rounding bound, of one layer or of l stacked ones.
 
     Attributes:
         total: as computed, [b]; or [l, b], and numbers as columns [l, 1].
@@ -77,7 +77,7 @@ class RaisedNorm(LaterNorm):
 
     @staticmethod
     def stacked(norms: Sequence[Any]) -> Any:
-        """The norms of l of a kind as one."""
+        """Stacks l norms of a kind."""
         first = norms[0]
         stacked: list[Any] = []
         for field in fields(first):
@@ -91,8 +91,8 @@ class RaisedNorm(LaterNorm):
 
 @dataclass
 class AddedNorm(LaterNorm):
-    """The sum of the squared norms [b] of a parameter's parts: many, added up one after the other in
-    float32, could come out low."""
+    """The sum of the squared norms [b] of a parameter's parts. Many of them, added in sequence in
+    float32, could be too small."""
 
     parts: list[Tensor]
 
@@ -116,8 +116,8 @@ class GramNorm(RaisedNorm):
     """A product of Grams.
 
     Attributes:
-        absolute: a sum of the absolute values of what `total` adds up, [b], or no less.
-        positions: t. a_entries, g_entries: how many numbers A_b and G_b hold.
+        absolute: at least the sum of the absolute values of the terms of `total`, [b].
+        positions: t. a_entries, g_entries: the number of entries of A_b and G_b.
         dots: `dot_room` of the operands.
     """
 
@@ -137,16 +137,16 @@ class GramNorm(RaisedNorm):
 
 
 def dot_room(d: int, p: int, like: Tensor) -> float:
-    """How far dot products of d and of p terms of one sign, which round alike, are off, together, in u.
+    """Returns the joint error of dot products of d and p terms of one sign, which round alike, in u.
 
-    Added up one after the other they are by up to n / 4, and float64 is: MKL on AMD does not cut these
-    sums (measured: 112 at 512, 1886 at 8192). Nor are those of a GPU's libraries known to be cut. Those
-    of float32 on a CPU are, by the loops after 192 terms, by MKL on AMD, too (16 at 64, 48 from 192 to
-    4096; of one or two positions n / 32), by others after 384. Terms of both signs err by a few u of
+    Added in sequence, the error is up to n / 4. This holds for float64: MKL on AMD does not split these
+    sums (measured: 112 at 512, 1886 at 8192). Libraries of GPUs are not known to split them either. Sums
+    of float32 on a CPU are split: by the loops after 192 terms, by MKL on AMD too (16 at 64, 48 from 192
+    to 4096; n / 32 for one or two positions), by others after 384. Terms of both signs err by a few u of
     `gram_bound`.
 
     Args:
-        like: of their type, where they are computed.
+        like: a tensor of their type and device.
     """
     if like.dtype == torch.float64 or like.device.type != "cpu":
         return (d + p) / 4
@@ -156,23 +156,23 @@ def dot_room(d: int, p: int, like: Tensor) -> float:
 def raised_by_signs(
     total: Tensor, absolute: Tensor, dots: float | Tensor, positions: int | Tensor
 ) -> Tensor:
-    """A product of Grams raised by what terms of one sign hide of it.
+    """Raises a product of Grams by the errors of terms of one sign.
 
-    Of the dot products, each of which errs in a direction of its own (`dot_room`); and of the clipped
-    sum, which adds up the operands' positions and comes out high by up to positions / 4 u (255 at 1024).
+    These are the errors of the dot products, each in its own direction (`dot_room`). And that of the
+    clipped sum, which adds over positions and is too high by up to positions / 4 u (255 at 1024).
     """
     return total + unit_roundoff(total.dtype) * (dots * absolute + positions / 2 * total)
 
 
 @dataclass
 class ProductNorm(RaisedNorm):
-    """The norm of the gradients g_b^T a_b themselves, as they were computed, which are what is summed.
+    """The norm of the computed gradients g_b^T a_b, which are also summed.
 
-    Where large terms cancel, the computed product is off by up to c * u * ||A_b|| ||G_b||; added to
-    its norm, the norm is never under-estimated.
+    If large terms cancel, the computed product is off by up to c * u * ||A_b|| ||G_b||. This is added
+    to its norm, which is then never underestimated.
 
     Attributes:
-        taps: the size of a convolution's kernel, whose patches repeat each pixel at most so often.
+        taps: the size of a convolution's kernel, at most as often as its patches repeat a pixel.
     """
 
     taps: int | Tensor = 1
@@ -181,12 +181,12 @@ class ProductNorm(RaisedNorm):
         return (self.total.sqrt() + self.margin()).square()
 
     def margin(self) -> Tensor:
-        """What rounding can hide of the norm, [b]."""
+        """Returns the rounding margin of the norm, [b]."""
         return _margin(self.norm_a, self.norm_g, self.taps)
 
 
 def product_margin(a: Tensor, g: Tensor, taps: int = 1) -> Tensor:
-    """What rounding can hide of the norms of products of a and g [b, ...], [b]; see `ProductNorm`."""
+    """Returns rounding margins of the norms of products of a and g [b, ...], [b]; see `ProductNorm`."""
     return _margin(row_norm_sq(a), row_norm_sq(g), taps)
 
 
@@ -196,14 +196,14 @@ def _margin(norm_a: Tensor, norm_g: Tensor, taps: int | Tensor) -> Tensor:
 
 
 def with_lost(norm_sq: Tensor, entries: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Squared norms [l, b] raised by all that underflow can hide of them; a sample of norm 0 keeps it.
+    """Raises squared norms [l, b] by all that underflow can hide; a sample of norm 0 keeps 0.
 
-    Beside a threshold nothing of this matters. At scales C / n it would lift contributions above C,
-    since the factor of the loss multiplies what is hidden, too: norms are raised before it.
+    This is negligible compared with a threshold. At scales C / n it would lift contributions above C:
+    the loss weight multiplies the hidden part too. So norms are raised before that weight.
 
     Args:
-        entries: of each parameter, l of them. What underflows are their squares and products of Grams,
-            of which there are about as many at most; few entries count as `_FEWEST`.
+        entries: of each of l parameters. Their squares, and about as many products of Grams, may
+        underflow. Few entries count as `_FEWEST`.
         dtypes: in which each norm was computed.
     """
     pairs = zip(entries, dtypes, strict=True)
@@ -214,7 +214,7 @@ def with_lost(norm_sq: Tensor, entries: Sequence[int], dtypes: Sequence[torch.dt
 
 @functools.lru_cache(maxsize=256)
 def column(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of l layers, [l, 1]."""
+    """Returns numbers of l layers, [l, 1]."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)[:, None]
 
@@ -223,20 +223,20 @@ def gram_bound(
     total: Tensor, t: int | Tensor, norm_a: Tensor, norm_g: Tensor, a_entries: int | Tensor,
     g_entries: int | Tensor,
 ) -> Tensor:  # fmt: skip
-    """What rounding and underflow can hide of a product of Grams, [b].
+    """Returns what rounding and underflow can hide of a product of Grams, [b].
 
-    c * u * ||A||^2 ||G||^2, where c grows with how much of that has canceled, and for squares below
-    the range of the type their number times its smallest number: the Gram of one operand is off by at
+    This is c * u * ||A||^2 ||G||^2, where c grows with the canceled part. For squares below the range of
+    the type it is their number times the type's smallest number: the Gram of one operand is off by at
     most that, entry by entry.
 
     Args:
         total: the product, as computed, of Grams [b, t, t]. t: positions, of all samples or of each.
         norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
-        a_entries, g_entries: how many numbers A_b and G_b hold.
+        a_entries, g_entries: the number of entries of A_b and G_b, per sample.
     """
     dtype = norm_a.dtype
     product = norm_a * norm_g
-    left = CANCELLATION * t * (total / product)  # NaN where both are 0 or inf: no share of c then
+    left = CANCELLATION * t * (total / product)  # NaN if both are 0 or inf: no part of c then
     canceled = (1 / (1 + left)).nan_to_num(0.0)
     c = GRAM_ERROR_FACTOR + (CANCELED_ERROR_FACTOR - GRAM_ERROR_FACTOR) * canceled
     rounding = c * unit_roundoff(dtype) * product
@@ -247,17 +247,17 @@ def gram_bound(
 
 
 _CUT_FROM, _STRIPS = 384, 4
-"""Positions from which a Gram is computed in strips of rows: of shorter ones that saves little."""
+"""Positions from which a Gram is computed in strips of rows: shorter ones save little."""
 _FEW = 12
-"""Positions below which a library adds up columns, but not rows, one product after the other: an error
-of d / 5 u where all have one sign, not of d / 18 u."""
+"""Positions below which a library adds columns (not rows) in sequence: an error of d / 5 u instead of
+d / 18 u if all have one sign."""
 
 
 def half_gram(x: Tensor) -> Tensor:
-    """Gram matrix of the positions of each sample, on and above its diagonal: x [b, t, d] -> [b, t, t].
+    """Computes the Gram of each sample's positions, on and above its diagonal: x [b, t, d] -> [b, t, t].
 
-    It is symmetric. What lies below the diagonal is right or 0, and the same for all x of as many
-    positions: short ones are whole, long ones come in strips of rows, each from its first column on,
+    It is symmetric. Entries below the diagonal are correct or 0, in the same places for all x with as
+    many positions. Short ones are whole. Long ones come in strips of rows, each from its diagonal on,
     which is five eighths of the work.
     """
     return wide_gram(widen(x).detach())
@@ -266,7 +266,7 @@ def half_gram(x: Tensor) -> Tensor:
 @host_operation
 @in_full_float32
 def wide_gram(x: Tensor) -> Tensor:
-    """`half_gram` of x in its accumulation type."""
+    """Computes `half_gram` of x in its accumulation type."""
     t = x.shape[1]
     if t < _FEW:
         x = x.contiguous()
@@ -281,7 +281,7 @@ def wide_gram(x: Tensor) -> Tensor:
 
 
 def strips_of(t: int) -> int:
-    """How many strips the Gram of so many positions is computed in."""
+    """Returns the number of strips for the Gram of so many positions."""
     return 1 if t < _CUT_FROM else _STRIPS
 
 
@@ -291,7 +291,7 @@ def _strips(t: int) -> list[tuple[int, int]]:
 
 
 def gram_norm(gram_a: Tensor, g: Tensor, d: int) -> GramNorm:
-    """sum_{t,s} (a_t.a_s)(g_t.g_s) from a half Gram [b, t, t] of rows of d numbers, and g [b, t, p]."""
+    """Returns sum_{t,s} (a_t.a_s)(g_t.g_s) from a half Gram [b, t, t] of rows of d, and g [b, t, p]."""
     (t, p), g = g.shape[1:], widen(g).detach()
     total, absolute, trace_a, trace_g = gram_dots(gram_a, g)
     return GramNorm(total, trace_a, trace_g, absolute, t, t * d, t * p, dot_room(d, p, g))
@@ -300,14 +300,14 @@ def gram_norm(gram_a: Tensor, g: Tensor, d: int) -> GramNorm:
 @host_operation
 @in_full_float32
 def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inner product of a half Gram [b, t, t] and that of g [b, t, p].
+    """Computes the inner product of a half Gram [b, t, t] and that of g [b, t, p].
 
     Returns:
-        [b] each: it, the same of absolute values, and the traces of both.
+        [b] each: the product, the same for absolute values, and the traces of both.
     """
     gram_g = wide_gram(g)
     trace_g = trace(gram_g)
-    for first, last in _strips(gram_g.shape[1])[:-1]:  # of both the same half is there
+    for first, last in _strips(gram_g.shape[1])[:-1]:  # both have the same half
         gram_g[:, first:last, last:].mul_(2)
     return *row_dots(gram_a, gram_g), trace(gram_a), trace_g
 
@@ -315,18 +315,18 @@ def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 @host_operation
 @in_full_float32
 def gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> GramNorm:
-    """`gram_norm` of a [b, t, d] and g [b, t, p] of l layers, as one, [l, b]; layers that follow each
-    other may share `a`."""
+    """Returns `gram_norm` for a [b, t, d] and g [b, t, p] of l layers, stacked, [l, b]. Consecutive
+    layers may share `a`."""
     last = LastInput()
     found: GramNorm = GramNorm.stacked([gram_norm(last.gram(a), g, a.shape[2]) for a, g in pairs])
     return found
 
 
 def half_dot(x: Tensor, y: Tensor) -> Tensor:
-    """Inner product of symmetric matrices, of which what lies below the diagonal is not looked at.
+    """Computes the inner product of symmetric matrices, without reading below the diagonals.
 
     Args:
-        x, y: [b, t, t]. What is below the diagonal of x must be finite where x is.
+        x, y: [b, t, t]. Entries below the diagonal of x must be finite if x is.
 
     Returns:
         [b].
@@ -335,28 +335,28 @@ def half_dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    """Inner product of the samples, x and y [b, t, s] -> [b].
+    """Computes the inner product per sample, x and y [b, t, s] -> [b].
 
-    Not by a batched product: that adds them up one after the other, which takes longer than a product
-    and a sum, and where all have one sign errs by a sixteenth of their number in u and more.
+    It is not a batched product. That adds in sequence, which takes longer than a product and a sum. If
+    all terms have one sign, it errs by a sixteenth of their number in u and more.
     """
     return (x * y).sum((1, 2))
 
 
 def row_dots(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_dot`, and the same sum of absolute values."""
+    """Returns `row_dot`, and the same sum of absolute values."""
     products = (x * y).flatten(1)
     return products.sum(1), torch.linalg.vector_norm(products, ord=1, dim=1)
 
 
 def gram_size(gram: Tensor) -> Tensor:
-    """No less than the Frobenius norm of a Gram of which a half is there, [b, t, t] -> float64 [b]."""
+    """Returns at least the Frobenius norm of a half Gram, [b, t, t] -> float64 [b]."""
     size = torch.linalg.vector_norm(gram, dim=(1, 2), dtype=torch.float64)
     return size if strips_of(gram.shape[1]) == 1 else size * 2**0.5
 
 
 def trace(grams: Tensor) -> Tensor:
-    """Trace of each matrix, [b, t, t] -> [b]."""
+    """Returns the trace of each matrix, [b, t, t] -> [b]."""
     return grams.diagonal(dim1=1, dim2=2).sum(1)
 
 
@@ -369,31 +369,31 @@ class _Known:
 
 
 class LastInput:
-    """What is known of the layer's input that a pass has met last: layers that share it share that.
+    """What is known of the last layer input in a pass: layers with the same input share it.
 
-    It holds that input, so that no other tensor can come to lie in its place. Passes of several devices
-    run on threads of their own, which may ask in turn: each goes on with what it has found.
+    It holds that input, and no other tensor can then reuse its memory. Passes of several devices run in
+    separate threads, which may alternate: each continues with what it has found.
     """
 
     def __init__(self) -> None:
         self._last: _Known | None = None
 
     def gram(self, x: Tensor) -> Tensor:
-        """Of `x` [b, t, d], as `half_gram`."""
+        """Returns `half_gram` of `x` [b, t, d]."""
         known = self._known(x)
         if known.gram is None:
             known.gram = half_gram(x)
         return known.gram
 
     def norm_sq(self, x: Tensor) -> Tensor:
-        """Of `x` [b, ...], as `row_norm_sq`."""
+        """Returns `row_norm_sq` of `x` [b, ...]."""
         known = self._known(x)
         if known.norm_sq is None:
             known.norm_sq = row_norm_sq(x)
         return known.norm_sq
 
     def _known(self, x: Tensor) -> _Known:
-        if type(x) not in (Tensor, nn.Parameter) or not x.data_ptr():  # nobody knows where it lies
+        if type(x) not in (Tensor, nn.Parameter) or not x.data_ptr():  # its memory is unknown
             return _Known((), x)
         key = (x.data_ptr(), x.device, x._version, x.dtype, x.shape, x.stride())
         last = self._last

@@ -27,7 +27,7 @@ check_built("_host", "host", "a C++ compiler")
 from fastclip import _host  # noqa: E402  (its absence has been said by now)
 
 # -------------------------------------------------------------------------------------------------
-# Tensors that a loop for the CPU may write to, or read beside those.
+# Tensors that a loop for the CPU may write to, or read alongside those.
 
 
 _SHAPE, _GRAD = attrgetter("shape"), attrgetter("requires_grad")
@@ -37,15 +37,14 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 def is_written_to(out: Tensor) -> bool:
-    """float32 in memory, one number behind the other, whose graph nobody asks for."""
+    """Whether this is float32, contiguous in memory, and outside any graph."""
     floats = type(out) is Tensor and out.dtype == torch.float32 and out.numel() > 0
     ours = floats and lies_on_host(out) and out.is_contiguous()
     return ours and not (out.is_inference() or out.requires_grad)
 
 
 def all_lie_alike(outs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> bool:
-    """Whether a loop can write to all of these, and read its total beside each; without a line of Python
-    for each."""
+    """Whether a loop can write to all of these and read their totals; without a Python loop."""
     found = [total for total in totals if total is not None]
     if not outs or len(found) != len(outs):
         return False
@@ -56,14 +55,14 @@ def all_lie_alike(outs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> bo
 
 
 def all_lie_here(given: Sequence[Tensor]) -> bool:
-    """Whether a loop can read all of these float32 tensors; without a line of Python for each."""
+    """Whether a loop can read all of these float32 tensors; without a Python loop."""
     floats = {*map(type, given)} <= _PLAIN and {*map(_KIND, given)} == {_FLOATS}
     odd = not floats or any(map(is_functorch_wrapped, given)) or any(map(Tensor.is_neg, given))
     return not odd and all(map(Tensor.numel, given)) and all(map(Tensor.data_ptr, given))
 
 
 def lies_alike(out: Tensor, total: Tensor | None) -> bool:
-    """A loop can read this total beside what it writes."""
+    """Whether a loop can read this total alongside its output."""
     if total is None:
         return False
     same = total.dtype == torch.float32 and total.shape == out.shape
@@ -71,52 +70,53 @@ def lies_alike(out: Tensor, total: Tensor | None) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Whether another thread could draw from a generator while this one moves it on.
+# Whether another thread could draw from a generator while this one advances it.
 
 
 _OF_LOADERS = (
     ("multiprocessing.queues", "Queue._feed"),
     ("torch.utils.data._utils.pin_memory", "_pin_memory_loop"),
 )
-"""Module and name of what loaders run in threads: it hands on batches, and draws nothing."""
+"""Module and name of the function that loaders run in threads: it passes on batches, and draws
+nothing."""
 
 
 def is_alone() -> bool:
-    """No other thread that Python's `threading` knows is there, but for those that never draw.
+    """Whether no other thread of Python's `threading` exists, except those that never draw.
 
-    PyTorch holds a lock of the generator while it draws; who reads its state and writes the next one
-    holds none, and what another thread draws in between would be drawn again.
+    PyTorch locks the generator while it draws. Code that reads its state and writes the next one holds
+    no lock. Numbers that another thread draws in between would be drawn again.
     """
     here = threading.get_ident()
     return all(one.ident == here or _never_draws(one) for one in threading.enumerate())
 
 
 def _never_draws(thread: threading.Thread) -> bool:
-    """It belongs to a progress bar or a data loader."""
+    """Whether the thread belongs to a progress bar or a data loader."""
     if type(thread).__module__ == "tqdm._monitor":
         return True
     target = getattr(thread, "_target", None)
-    told = (getattr(target, "__module__", None), getattr(target, "__qualname__", None))
-    return told in _OF_LOADERS
+    name = (getattr(target, "__module__", None), getattr(target, "__qualname__", None))
+    return name in _OF_LOADERS
 
 
 # -------------------------------------------------------------------------------------------------
 # Launchers of fastclip._host's products on a CPU: per-sample gradients with their norms, half
 # Grams, and the backward passes of LayerNorm and GroupNorm.
 #
-# They compute a sample on one thread, in vectors of the best instructions that the processor has,
-# and decline fewer samples than threads, other types than float32, what does not lie in memory, and
-# shapes that do not belong together, which are the reference's to refuse.
+# They compute a sample on one thread, in vectors of the processor's best instructions. They decline
+# fewer samples than threads, other types than float32, tensors without memory, and shapes that do not
+# match: for these the reference raises the error.
 
 
 LANES: int = next(iter(_host.product_lanes()), 0)
-"""Numbers of a vector; 0 where the processor has none that serve."""
+"""Numbers per vector; 0 if the processor has no usable ones."""
 PART = 2 << 20
-"""Bytes of gradients that lie together: smaller than activations, into whose places they go."""
+"""Bytes of gradients in one block: smaller than activations, whose memory they reuse."""
 
 
 Gradients = tuple[list[Tensor], Tensor, Tensor, Tensor]
-"""Of all samples, in parts; squared norms [b]: of them, and of both operands."""
+"""Gradients of all samples, in parts, and squared norms [b] of them and of both operands."""
 
 
 def _takes(*operands: Tensor) -> bool:
@@ -128,7 +128,7 @@ def _lie_here(*operands: Tensor) -> bool:
 
 
 def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """x [b, r, n] with numbers of a row side by side, and how it lies there."""
+    """Returns x [b, r, n] with contiguous rows, and its layout."""
     of_sample, of_row, of_number = x.stride()
     if of_number != 1:
         x = x.contiguous()
@@ -137,7 +137,7 @@ def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _positions(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
-    """x [b, t, d], how it lies in memory, and whether that is as [b, d, t]."""
+    """Returns x [b, t, d], its layout in memory, and whether that is [b, d, t]."""
     of_sample, of_position, of_number = x.stride()
     if of_number != 1 and of_position == 1:
         return x, (x.data_ptr(), of_sample, of_number), True
@@ -151,7 +151,7 @@ def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
 
 
 def gradients_with_norms(a: Tensor, g: Tensor, last_input: LastInput) -> Gradients:
-    """fastclip.ops.linear.gradients_with_norms, all of it in one go."""
+    """fastclip.ops.linear.gradients_with_norms, all in one call."""
     return _linear_gradients(a, g, _together(a.shape[-1] * g.shape[-1]))
 
 
@@ -178,7 +178,7 @@ def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 def conv_gradients_with_norms(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
 ) -> Gradients:
-    """fastclip.ops.conv.conv_gradients_with_norms, where channels are of one group."""
+    """fastclip.ops.conv.conv_gradients_with_norms, for one group of channels."""
     return _conv_gradients(x, g, geometry, _together(torch.Size(geometry.weight_shape).numel()))
 
 
@@ -201,7 +201,7 @@ def _conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry, each: int) -> 
 
 
 def parted_sum(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """fastclip.ops.linear.parted_sum, of parts that lie in memory."""
+    """fastclip.ops.linear.parted_sum, of parts in memory."""
     if type(parts) is not list or not parts or not (lies_on_host(scale) and _lie_here(*parts)):
         return NotImplemented
     (each, *shape), lengths = parts[0].shape, [len(part) for part in parts]
@@ -245,7 +245,7 @@ def _norm_backward(
     loop: Callable[..., None], given: tuple[Tensor, ...], weight: Tensor | None, c: int,
     need_input: bool, sizes: tuple[int, ...],
 ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """What a loop makes of x, g, mean and rstd, where c numbers of a sample have weights."""
+    """Runs a loop over x, g, mean and rstd, with weights for c numbers of each sample."""
     x, g, mean, rstd = given
     given = given if weight is None else (*given, weight)
     if not _takes(*given) or x.shape != g.shape or mean.shape != rstd.shape:
@@ -260,7 +260,7 @@ def _norm_backward(
 
 
 def wide_gram(x: Tensor) -> Tensor:
-    """fastclip.ops.grams.wide_gram, of which half is computed, and no other half is left out."""
+    """fastclip.ops.grams.wide_gram, of which one half is computed and the other filled in."""
     if not _takes(x) or x.dim() != 3:
         return NotImplemented
     b, t, d = x.shape
@@ -312,7 +312,7 @@ def gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> GramNorm:
 
 
 def _slides(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
-    """x and g are input and output of such a convolution."""
+    """Whether x and g are input and output of such a convolution."""
     out_channels, channels = geometry.weight_shape[:2]
     sides = zip(
         x.shape[2:],
@@ -328,12 +328,12 @@ def _slides(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
 
 
 def _together(size: int) -> int:
-    """Samples of a part whose gradients have `size` numbers."""
+    """Returns the samples per part if gradients have `size` numbers."""
     return max(1, PART // (4 * max(1, size)))
 
 
 def _parts(samples: int, each: int, *shape: int) -> list[Tensor]:
-    """Room for the gradients of the samples, some after the other."""
+    """Allocates memory for per-sample gradients, in parts of some samples."""
     return [_empty(min(each, samples - first), *shape) for first in range(0, samples, each)]
 
 
@@ -346,7 +346,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _three(sizes: tuple[int, ...], of_others: int) -> tuple[int, ...]:
-    """Of three dimensions, the first of which there may not be."""
+    """Returns sizes of three dimensions; missing first ones are filled in."""
     return (of_others,) * (3 - len(sizes)) + tuple(sizes)
 
 
@@ -359,7 +359,7 @@ PRODUCTS = {launcher.__name__: launcher for launcher in _ALL} if LANES else {}
 
 
 # -------------------------------------------------------------------------------------------------
-# Launcher of the inner products of patch Grams, of which fastclip._host keeps none in memory.
+# Launcher of the inner products of patch Grams, which fastclip._host never keeps in memory.
 
 
 _TYPES = (torch.float32, torch.float64)
@@ -391,7 +391,7 @@ def patch_products(
 def _offsets(
     space: tuple[int, ...], out: tuple[int, ...], geometry: ConvGeometry
 ) -> tuple[list[tuple[int, ...]], list[Tensor]]:
-    """The runs of positions that each offset sees, as patch_gram.hpp has them; and their memory."""
+    """Returns the runs of positions that each offset sees, as in patch_gram.hpp, and their memory."""
     offsets, held = [], []
     seen = [windows(axis, space[axis], out[axis], geometry) for axis in range(len(space))]
     for pairs in product(*seen):
@@ -408,7 +408,7 @@ def _offsets(
 
 
 def _starts(ranges: list[range], sizes: tuple[int, ...]) -> list[int]:
-    """The first position of every line along the last axis."""
+    """Returns the first position of every line along the last axis."""
     found = []
     for place in product(*ranges[:-1], ranges[-1][:1]):
         position = 0
@@ -427,19 +427,18 @@ def _numel(sizes: Iterable[int]) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# Secure normals in vectors and on all threads, and the sums on which they lie in the same pass.
+# Secure normals in vectors and on all threads, added to sums in the same pass.
 #
 # csrc/host/secure_normals.inc has ChaCha20 and Box-Muller in the best instructions of the
-# processor. Neither is taken on faith: a process holds a sample, drawn under a key that everybody
-# knows, against OpenSSL's cipher and NumPy's functions before it draws the first; where they
-# differ, OpenSSL and PyTorch draw. (PyTorch's functions may ask for threads, for which a fork would
-# wait for ever.)
+# processor. Before its first draw, a process checks both: it compares test numbers, drawn under a
+# public key, with OpenSSL's cipher and NumPy's functions. If they differ, OpenSSL and PyTorch draw.
+# (PyTorch's functions may need threads, for which a fork would wait forever.)
 
 
 SET: str = _host.secure_instructions()[0]
 """The instructions in which normals are drawn."""
 LEAST_SECURE = 2**13
-"""Numbers of a thread: fewer cost more than they save."""
+"""Numbers per thread: fewer cost more than they save."""
 _LANES = {"avx512": 16}
 _BLOCK = 16
 """Words of 32 bits in a block of the cipher."""
@@ -461,7 +460,7 @@ def secure_normals(
 
 
 def serves() -> bool:
-    """Whether no mode wants to hear of a draw, and the loop is right here."""
+    """Whether no mode must see the draw, and the loop is correct on this machine."""
     return not foreign_modes() and is_right(SET)
 
 
@@ -469,7 +468,7 @@ def draw(
     outs: Sequence[Tensor], std: float, guarded: bool, totals: Sequence[Tensor | None],
     factor: float,
 ) -> None:  # fmt: skip
-    """Fill tensors that are written to, beside totals that lie alike, under a key of its own."""
+    """Fills output tensors and adds totals of the same layout, under one new key."""
     with random.fresh_key() as key:
         _draw(key, outs, std, guarded, totals, factor, SET)
     for out in outs:
@@ -493,7 +492,7 @@ def _draw(
 
 @functools.cache
 def is_right(instructions: str) -> bool:
-    """Whether samples of both kinds are what OpenSSL's cipher and NumPy make of the same key.
+    """Whether test numbers of both kinds equal those of OpenSSL's cipher and NumPy for the same key.
 
     Raises:
         SecureModeError: without the cryptography package.
@@ -517,9 +516,9 @@ def is_right(instructions: str) -> bool:
 def expected(
     key: bytes, count: int, first: int, guarded: bool, instructions: str
 ) -> tuple[Tensor, int]:
-    """Standard normals of a run whose blocks begin at `first`, float64; and the first block after it.
+    """Returns standard normals of a run of blocks from `first`, float64, and the first block after it.
 
-    A lane has a block of its own, of which every 2 or (guarded) 8 words give two values.
+    Each lane has its own block, of which every 2 or (guarded) 8 words give two values.
     """
     lanes, terms = _LANES.get(instructions, 8), 4 if guarded else 1
     batches = -(-count // (_BLOCK // terms * lanes))
@@ -537,19 +536,19 @@ def expected(
 
 
 # -------------------------------------------------------------------------------------------------
-# Normals of a CPU generator in vectors and on all threads: to the bit what PyTorch draws of it on
-# one, and the sums on which they lie in the same pass.
+# Normals of a CPU generator in vectors and on all threads, added to sums in the same pass. They equal
+# PyTorch's single-threaded draws bit by bit.
 #
-# PyTorch spends most of a normal on its call for a word, which for large models is a quarter of a
-# step. csrc/host/mersenne.cpp makes the same words and the same normals of them. That they are the
-# same is not relied on: PyTorch's last bits depend on how it was compiled, so a process holds a
-# sample of both against each other before it draws the first, and where they differ PyTorch draws.
+# PyTorch spends most of a normal on its call for a word. For large models this is a quarter of a step.
+# csrc/host/mersenne.cpp makes the same words and normals. This is checked, because PyTorch's last bits
+# depend on how it was compiled: before its first draw, a process compares test numbers of both. If they
+# differ, PyTorch draws.
 
 
 LEAST = 2**15
-"""Numbers of a thread, and of a draw, of which fewer cost more than they save."""
+"""Numbers per thread, and per draw: fewer cost more than they save."""
 _ROW = 16
-"""PyTorch makes so many normals of as many words; the rest of a tensor takes another row."""
+"""PyTorch makes this many normals from as many words; the rest of a tensor takes another row."""
 _SAMPLE = (16, 2**17, 999, 31)
 
 
@@ -557,14 +556,14 @@ def draw_normals(
     outs: list[Tensor], std: float, source: Any, totals: Sequence[Tensor | None] = (),
     factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """fastclip.ops.clip.draw_normals, where PyTorch's generator draws enough, or none does."""
+    """fastclip.ops.clip.draw_normals, if PyTorch's generator draws enough, or none draws."""
     if type(source) is SecureNoise:
         return _draw_securely(outs, std, source, totals, factor)
     own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is SEEDED
     own = own and Tensor.normal_ is TORCHS
     if not own or not std >= 0 or sum(map(Tensor.numel, outs)) < LEAST:
         return NotImplemented
-    if foreign_modes() or function_modes() or not is_alone():  # who would not hear of it
+    if foreign_modes() or function_modes() or not is_alone():  # these would not see the draw
         return NotImplemented
     generator = source.drawing()
     alike = all_lie_alike(outs, totals)  # nearly always
@@ -586,7 +585,7 @@ def _draw_securely(
     outs: list[Tensor], std: float, source: SecureNoise, totals: Sequence[Tensor | None],
     factor: float,
 ) -> None:  # fmt: skip
-    """All that lies in memory under one key."""
+    """Draws for all tensors in memory under one key."""
     check_std(std)
     plain = getattr(source.normal_, "__func__", None) is SECURE
     pairs = zip(outs, totals or [None] * len(outs), strict=True)
@@ -608,7 +607,7 @@ def _draw_securely(
 def _apart(
     outs: Sequence[Tensor], totals: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Totals that a loop can read beside what it draws, and the others; None in all other places."""
+    """Returns totals that a loop can read alongside its draws, and the others; None elsewhere."""
     read = [o if lies_alike(out, o) else None for out, o in zip(outs, totals, strict=True)]
     return read, [None if one is o else o for one, o in zip(read, totals, strict=True)]
 
@@ -619,7 +618,7 @@ def _fits(out: Tensor) -> bool:
 
 @functools.cache
 def is_faithful() -> bool:
-    """Whether a sample of numbers, and the generator after them, are those of this PyTorch."""
+    """Whether test numbers, and the generator after them, equal those of this PyTorch."""
     ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     found = [torch.empty(count, dtype=torch.float32, device="cpu") for count in _SAMPLE]
     expected = [torch.empty_like(out) for out in found]
@@ -637,7 +636,7 @@ def _draw_together(
     outs: Sequence[Tensor], std: float, generator: torch.Generator, totals: Sequence[Tensor | None],
     factor: float,
 ) -> bool:  # fmt: skip
-    """Whether it is done; else the generator stands where it stood. The totals lie as their outs do."""
+    """Returns whether it is done; else the generator is unchanged. Totals have their outs' layout."""
     if type(generator) is not torch.Generator or generator.device.type != "cpu":
         return False
     before = generator.get_state()
@@ -645,11 +644,11 @@ def _draw_together(
     state = before.numpy().tobytes()
     try:
         after = _host.mersenne_advanced(state, sum(n + _ROW * (n % _ROW > 0) for n in counts))
-    except ValueError:  # no generator that csrc/host/mersenne.cpp knows
+    except ValueError:  # a generator that csrc/host/mersenne.cpp does not know
         return False
     if not torch.equal(generator.get_state(), before):  # another thread draws from it
         return False
-    # Whatever happens now, nothing is drawn twice.
+    # From here on nothing is drawn twice, even after an error.
     generator.set_state(torch.frombuffer(bytearray(after), dtype=torch.uint8))
     threads = max(1, min(loop_threads(), sum(counts) // LEAST))
     own: Callable[[Any], int] = pointer if type(None) in {*map(type, totals)} else Tensor.data_ptr

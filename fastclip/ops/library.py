@@ -1,8 +1,8 @@
 """The operations as torch custom ops, `torch.ops.fastclip.*`, with fake implementations.
 
-For graphs that a compiler is given (torch.compile, torch.export, `engine.make_step(compile=True)`):
-there they are opaque calls, whose backend is chosen as always when they run. The engine itself calls
-fastclip.ops directly, which costs less.
+They are for graphs of a compiler (torch.compile, torch.export, `engine.make_step(compile=True)`). There
+they are opaque calls, whose backend is chosen when they run. The engine itself calls fastclip.ops
+directly, which costs less.
 """
 
 from __future__ import annotations
@@ -173,11 +173,11 @@ def _(
 
 
 _WORTH_IT = 1 << 22
-"""Multiplications of an operation from which on a call of it costs less than what it saves."""
+"""Multiplications of an operation from which a call of it costs less than it saves."""
 
 
 def _large(call: Callable[..., Any], operation: Any) -> Callable[..., Any]:
-    """The call, of a first operand [b, t, d] that is large enough; else the operation's reference."""
+    """Uses the call if the first operand [b, t, d] is large enough, else the operation's reference."""
 
     def either(x: Tensor, *others: Any) -> Any:
         size = x.numel() * min(x.shape[1:])
@@ -187,7 +187,7 @@ def _large(call: Callable[..., Any], operation: Any) -> Callable[..., Any]:
 
 
 def _normalized(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward pass of a normalization, which gives the gradient of its input in any case."""
+    """Makes the backward pass of a normalization, which always gives the input's gradient."""
     call: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.fastclip, name)
 
     def both(*operands: Any) -> tuple[Tensor | None, ...]:
@@ -202,7 +202,7 @@ def _normalized(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
 
 
 _NORM_WORTH_IT = 1 << 17
-"""Numbers of a normalized input from which on likewise."""
+"""The same for the numbers of a normalized input."""
 CALLS["wide_gram"] = _large(_half_gram, wide_gram)
 CALLS["gram_dots"] = _large(lambda *given: _gram_dots(*given).unbind(), gram_dots)
 CALLS["scaled_sum"] = _large(_scaled_sum, scaled_sum)

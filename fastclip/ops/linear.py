@@ -32,15 +32,15 @@ from fastclip.ops.grams import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# Clipped sums of per-sample gradients that are at hand.
+# Clipped sums of per-sample gradients in memory.
 
 
 @operation
 @in_full_float32
 def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
-    """sum_b scale_b gradients_b, for gradients [b, *shape] and scale [b]: [*shape], accumulated widely.
+    """Sums scale_b gradients_b over b for gradients [b, *shape], scale [b], in a wide type: [*shape].
 
-    A scale that was rounded to 16 bits would be up to 2^-8 too large, and if tiny by a factor of two.
+    A scale rounded to 16 bits would be too large by up to 2^-8, and a tiny one by a factor of two.
     """
     (gradients,) = drop_zeroed(scale, widen(gradients))
     rows, back = as_they_lie(gradients)
@@ -49,23 +49,23 @@ def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
 
 
 def as_they_lie(gradients: Tensor) -> tuple[Tensor, list[int]]:
-    """Gradients [b, *shape] with the axes of a sample in the order of memory, so that none is copied.
+    """Permutes gradients [b, *shape] to the order of memory, which avoids copies.
 
     Returns:
-        them, and how a sum of them, without b, is permuted to come back to `shape`.
+        The gradients, and the permutation that brings a sum of them, without b, back to `shape`.
     """
     axes = sorted(range(1, gradients.dim()), key=gradients.stride, reverse=True)
     return gradients.permute(0, *axes), sorted(range(len(axes)), key=axes.__getitem__)
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:
-    """Gradients of all samples, of some after the other."""
+    """Joins gradients of all samples from parts."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 @host_operation
 def parted_sum(parts: Iterable[Tensor], scale: Tensor) -> Tensor:
-    """`kept_sum` of gradients in parts, some samples after the other; scale is [b], of all."""
+    """Returns `kept_sum` of gradients in parts of some samples; scale is [b], for all."""
     total, first = None, 0
     for gradients in parts:
         own = kept_sum(gradients, scale[first : first + len(gradients)])
@@ -77,7 +77,7 @@ def parted_sum(parts: Iterable[Tensor], scale: Tensor) -> Tensor:
 
 @in_full_float32
 def kept_sums(gradients: Tensor, scales: Tensor) -> Tensor:
-    """The same for k parameters of one size, [k, b, n], at scales [b] or [k, b]: [k, n]."""
+    """Does the same for k parameters of one size, [k, b, n], with scales [b] or [k, b]: [k, n]."""
     gradients = widen(gradients)
     if scales.dim() == 1:
         (rows,) = drop_zeroed(scales, gradients.transpose(0, 1))
@@ -90,13 +90,13 @@ def kept_sums(gradients: Tensor, scales: Tensor) -> Tensor:
 
 
 LAYERS_TOGETHER = 12
-"""Most layers whose norms, or sums, a kernel computes in one launch."""
+"""The maximal number of layers whose norms, or sums, a kernel computes in one launch."""
 
 
 @operation
 @in_full_float32
 def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
-    """Squared norm of g_b^T a_b through the Grams.
+    """Returns the squared norm of g_b^T a_b through the Grams.
 
     Args:
         a: layer input, [b, t, d].
@@ -111,7 +111,7 @@ def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
 
 @in_full_float32
 def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tensor:
-    """What `ghost_norm` makes of a [b, t, d] and g [b, t, p], to be raised with that of other layers."""
+    """Returns `ghost_norm` of a [b, t, d] and g [b, t, p], to be raised with that of other layers."""
     if a.shape[1] == 1:
         return single_norm(a, g)
     return gram_norm(last_input.gram(a), g, a.shape[2])
@@ -121,13 +121,13 @@ def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tenso
 def ghost_norms(
     pairs: Sequence[tuple[Tensor, Tensor]], biases: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`ghost_norm` of several layers of one kind, and the per-sample gradients of their biases.
+    """Returns `ghost_norm` of several layers of one kind, and per-sample gradients of their biases.
 
     Args:
         pairs: (a, g) of each layer, at most LAYERS_TOGETHER. biases: they have one.
 
     Returns:
-        [l, b]; with `biases` sum_t g of each layer, [l, b, p], of one read of g, else None.
+        [l, b]; with `biases` sum_t g of each layer, [l, b, p], from one read of g, else None.
     """
     norms = torch.stack([ghost_norm(a, g) for a, g in pairs])
     return norms, torch.stack([wide_sum(g, 1) for _, g in pairs]) if biases else None
@@ -135,7 +135,7 @@ def ghost_norms(
 
 @operation
 def ghost_norm_concat(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Squared norm of the sum of the gradients of several uses of one weight, sum_u g_u^T a_u.
+    """Returns squared norms of the summed gradients of several uses of one weight, sum_u g_u^T a_u.
 
     Args:
         parts: (a, g) of each use, a [b, t_u, d] and g [b, t_u, p].
@@ -148,8 +148,8 @@ def ghost_norm_concat(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def single_norm(a: Tensor, g: Tensor) -> Tensor:
-    """||a_b||^2 ||g_b||^2, the squared norm where t = 1; never below it, squares that underflow
-    included: a [b, 1, d], g [b, 1, p] -> [b]."""
+    """Returns ||a_b||^2 ||g_b||^2, the squared norm for t = 1: a [b, 1, d], g [b, 1, p] -> [b]. It is
+    never below the exact value, even if squares underflow."""
     norm_a = row_norm_sq(a) + lost_squares(a.shape[2], a.dtype)
     return norm_a * (row_norm_sq(g) + lost_squares(g.shape[2], g.dtype))
 
@@ -157,7 +157,7 @@ def single_norm(a: Tensor, g: Tensor) -> Tensor:
 @operation
 @in_full_float32
 def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Squared norm of g_b^T a_b by computing it, a few samples at a time.
+    """Returns the squared norm of g_b^T a_b by computing it, a few samples at a time.
 
     Args:
         a: layer input, [b, t, d].
@@ -181,7 +181,7 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
 
 
 def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
-    """g_b^T a_b for a [b, t, d] and g [b, t, p]: [b, p, d], in the accumulation type."""
+    """Returns g_b^T a_b for a [b, t, d] and g [b, t, p]: [b, p, d], in the accumulation type."""
     return wide_gradients(widen(a), widen(g))
 
 
@@ -193,10 +193,10 @@ def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
 
 
 def kept_gradients(a: Tensor, g: Tensor, last_input: LastInput) -> tuple[list[Tensor], ProductNorm]:
-    """`per_sample_gradients` of a [b, t, d], g [b, t, p] with their norms, to be raised with others.
+    """Returns `per_sample_gradients` of a [b, t, d], g [b, t, p], and norms to be raised with others.
 
     Returns:
-        Gradients of some samples after the other, in parts; the norms of all.
+        Gradients in parts of some samples; the norms of all samples.
     """
     found, *norms = gradients_with_norms(widen(a), widen(g), last_input)
     return found, ProductNorm(*norms)
@@ -206,15 +206,15 @@ def kept_gradients(a: Tensor, g: Tensor, last_input: LastInput) -> tuple[list[Te
 def gradients_with_norms(
     a: Tensor, g: Tensor, last_input: LastInput
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """`wide_gradients`, in parts, and squared norms [b]: of them, of a and of g."""
+    """Returns `wide_gradients` in parts, and squared norms [b] of them, of a and of g."""
     found = wide_gradients(a, g)
     return [found], row_norm_sq(found), last_input.norm_sq(a), row_norm_sq(g)
 
 
 def gradients_apart(a: Tensor, g: Tensor) -> Iterator[Tensor]:
-    """`per_sample_gradients` of a few samples after the other: the same numbers each time.
+    """Yields `per_sample_gradients` of a few samples at a time, with the same numbers each time.
 
-    16-bit products of a kernel's are exact, and float32 before they are added.
+    A kernel's 16-bit products are exact, and float32 before they are added.
     """
     native = a.element_size() == g.element_size() == 2 and not computes_reference(a)
     step = samples_at_once(a.shape[2] * g.shape[2], a.device)
@@ -259,19 +259,19 @@ def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[T
 # rows.
 #
 # Index letters: n row, b sample, d input feature, p output feature. A row of owner -1 belongs to
-# nobody. How many rows a sample has is looked at on a CPU only: a GPU would have to be waited for.
+# no sample. The rows of a sample are counted on a CPU only: on a GPU this would wait for the device.
 
 
 _LEAST, _BLOCK = 16, 512
-"""Rows that one product compares with those behind them, at least and at most."""
+"""Rows that one product combines with the rows behind them, at least and at most."""
 _SCRATCH_BYTES = 32 << 20
 
 
 @in_full_float32
 def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
-    """Squared norms of the samples' gradients, [b], never below the exact values.
+    """Returns squared norms of per-sample gradients, [b], never below the exact values.
 
-    By Grams of neighboring rows, once these are sorted by their sample.
+    It uses Grams of neighboring rows, which are sorted by sample first.
 
     Args:
         a: [n, d]. g: [n, p]. owner: the sample of each row, int64 [n]. batch_size: b.
@@ -296,20 +296,20 @@ def routes_apart(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> bool:
 
 
 def routed_margin(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
-    """What rounding can hide of the norms of `routed_gradients_apart`, [b]; see `product_margin`."""
+    """Returns the rounding margins of `routed_gradients_apart`'s norms, [b]; see `product_margin`."""
     norm_a, norm_g = (sum_by_sample(row_norm_sq(x), owner, batch_size) for x in (a, g))
     size = (norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
 
 
 def sum_by_sample(x: Tensor, owner: Tensor, batch_size: int) -> Tensor:
-    """Rows [n, ...] added up for every sample: [b, ...]; those of owner -1 are left out."""
+    """Sums rows [n, ...] per sample: [b, ...]; those of owner -1 are left out."""
     total = x.new_zeros(batch_size + 1, *x.shape[1:])
     return total.index_add_(0, owner + 1, x)[1:]
 
 
 def _most(owner: Tensor) -> int:
-    """No sample has more rows."""
+    """Returns a bound on the rows of a sample."""
     if owner.device.type != "cpu" or not len(owner):
         return len(owner)
     return max(1, int((owner + 1).bincount(minlength=2)[1:].max()))
@@ -320,10 +320,10 @@ def _block(n: int, most: int) -> int:
 
 
 def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """What each row adds to its sample's squared norm, alone and with the rows behind it: [n]; and the
-    sum of the absolute values of that.
+    """Returns each row's terms in its sample's squared norm, alone and with the rows behind it, [n], and
+    the sum of their absolute values.
 
-    Rows are sorted by their sample. Blocks of them meet the rows that are `most` away.
+    Rows are sorted by sample. Blocks of them are combined with the rows up to `most` away.
     """
     n, block = len(a), _block(len(a), most)
     reach = block + most - 1
@@ -356,10 +356,10 @@ def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> tuple[Tensor, Tens
 def routed_gradients_apart(
     a: Tensor, g: Tensor, owner: Tensor, batch_size: int
 ) -> Iterator[Tensor]:
-    """The samples' gradients themselves, in the accumulation type, a few samples after the other.
+    """Yields per-sample gradients in the accumulation type, a few samples at a time.
 
     Yields:
-        [., p, d]: in all b of them, the same numbers each time.
+        [., p, d], b samples in all, with the same numbers each time.
     """
     d, p, most = a.shape[1], g.shape[1], _most(owner)
     if not batch_size:

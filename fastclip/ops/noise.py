@@ -1,7 +1,7 @@
-"""Where the noise of a run comes from, and how random bits become normal variables.
+"""Noise sources of a run, and how random bits become normal variables.
 
-Both sources feed the noise of the gradients and of the counts. `SecureNoise` is that of
-`FastPrivacyEngine(secure_mode=True)`; docs/secure_mode.md says what it protects from and what not.
+Both sources are for the noise of gradients and counts. `SecureNoise` is the source of
+`FastPrivacyEngine(secure_mode=True)`. docs/secure_mode.md says what it protects from and what not.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from fastclip.ops.random import KeyStream, OwnStream, check_not_globally_seeded,
 # Random bits to normal variables: Box and Muller (1958), safe at the edges, guarded if asked.
 #
 # A pair of normals is r cos(pi t), r sin(pi t) with r = sqrt(-2 log u), u in (0, 1] and t in [-1,
-# 1], each made of a whole word, so that u is never 0 and the largest value is that of the smallest
-# u. csrc/cuda/normal.cuh makes the same normals of the same words, up to rounding; it says more of
-# edges.
+# 1]. Each is made of a whole word, so u is never 0 and the smallest u gives the largest value.
+# csrc/cuda/normal.cuh makes the same normals of the same words, up to rounding, and explains edges.
 #
 # | word | smallest u | largest normal |
 # |---|---|---|
 # | 32 bits, float32 | 2^-33 | 6.76 |
 # | 64 bits, float64 | 2^-65 | 9.49 |
 #
-# The guard (Holohan and Braghin 2021, section 5.1, as Opacus has it) makes each value half the sum
-# of four independent normals: one floating-point normal takes few of the numbers near it, and which
-# ones are missing can tell the sum it was added to (Mironov 2012, Jin et al. 2022).
+# The guard (Holohan and Braghin 2021, section 5.1, as in Opacus) makes each value half the sum of
+# four independent normals. A single floating-point normal takes few of the numbers near it. The
+# missing ones can reveal the sum it was added to (Mironov 2012, Jin et al. 2022).
 
 
 CHUNK = 65_536
-"""Values at a time: words, radii and angles stay in the cache."""
+"""Values per chunk: words, radii and angles fit into the cache."""
 GUARD = 4
 
 
@@ -52,14 +51,14 @@ class Bits(Protocol):
     """A source of uniform words."""
 
     def fill(self, words: Tensor) -> None:
-        """Overwrite a contiguous CPU tensor with random bits."""
+        """Overwrites a contiguous CPU tensor with random bits."""
 
 
 def fill_normal(out: Tensor, std: float, bits: Bits, *, guarded: bool) -> None:
-    """Fill a contiguous CPU tensor, float32 or float64, with N(0, std^2).
+    """Fills a contiguous CPU tensor, float32 or float64, with N(0, std^2).
 
     Args:
-        out: filled in place. std: of every value. bits: where the words come from.
+        out: filled in place. std: of every value. bits: source of the words.
         guarded: every value is half the sum of four normals, of four pairs.
     """
     if not out.numel():
@@ -84,7 +83,7 @@ def _half(part: Tensor) -> int:
 
 
 class _Pairs:
-    """Buffers for at most `size` pairs, used again and again."""
+    """Reusable buffers for at most `size` pairs."""
 
     def __init__(self, size: int, dtype: torch.dtype, bits: Bits) -> None:
         self.bits = bits
@@ -95,7 +94,7 @@ class _Pairs:
         self.buffers = torch.empty(4, size, dtype=dtype, device="cpu")
 
     def draw(self, count: int) -> Tensor:
-        """The next `count` pairs, [2, count]: cosines and sines; the next call overwrites them."""
+        """Draws the next `count` pairs, [2, count]: cosines and sines; the next call overwrites them."""
         words = self.words[: 2 * count]
         self.bits.fill(words)
         radius, angle = self.buffers[2, :count], self.buffers[3, :count]
@@ -109,13 +108,13 @@ class _Pairs:
         return values.mul_(radius)
 
     def erase(self) -> None:
-        """Whoever reads this memory later must not find the noise."""
+        """Erases the buffers: later readers of this memory must not find the noise."""
         self.words.zero_()
         self.buffers.zero_()
 
 
 # -------------------------------------------------------------------------------------------------
-# Normals that nobody can foresee, drawn on the CPU: where they are asked for by any name.
+# Unpredictable normals, drawn on the CPU.
 
 
 @host_operation
@@ -123,13 +122,13 @@ def secure_normals(
     outs: list[Tensor], std: float, guarded: bool, totals: Sequence[Tensor | None] = (),
     factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """Fill contiguous CPU tensors, float32 or float64, with N(0, std^2) of ChaCha20, and add `totals`.
+    """Fills contiguous CPU tensors, float32 or float64, with N(0, std^2) of ChaCha20, plus `totals`.
 
-    Every call draws under keys of its own.
+    Every call draws under new keys.
 
     Args:
-        guarded: each value is half the sum of four normals. totals: one for each of `outs`, or None in
-            its place; or no totals at all. factor: what they are multiplied by.
+        guarded: each value is half the sum of four normals. totals: one for each of `outs`, or None
+            instead; or no totals at all. factor: multiplies them.
     """
     for out in outs:
         with KeyStream() as bits:
@@ -142,21 +141,21 @@ def secure_normals(
 
 
 class NoiseSource(ABC):
-    """Independent normal variables, for operations of fastclip.ops that take a source."""
+    """A source of independent normal variables, for operations of fastclip.ops."""
 
     secure: ClassVar[bool]
-    """Nobody can foresee or repeat what is drawn."""
+    """Nobody can predict or repeat the draws."""
     guarded: bool = False
     """Every value is half the sum of four: a guard against floating-point attacks."""
     generator: torch.Generator | None = None
-    """What is drawn from as it is; None: nothing that a user gave."""
+    """The user's generator, used directly; None: the user gave none."""
     account: Any = None
-    """Of the steps that this noise is drawn for: their number (`steps`), and the ledger's `drawn`."""
+    """The account of the steps that get this noise: their number (`steps`), and the ledger's `drawn`."""
     _noted: tuple[Any, ...] = ()
-    """For which step, and on which device, the state was noted last."""
+    """Step and device of the last noted state."""
 
     def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
-        """The generator that is drawn from on a device; None: torch's own there.
+        """Returns the generator used on a device; None: torch's own there.
 
         Raises:
             StepError: in a fork of a process that drew from it.
@@ -164,30 +163,30 @@ class NoiseSource(ABC):
         return claim(self.generator, "noise", device)
 
     def drawing(self, device: torch.device | str = "cpu") -> torch.Generator | None:
-        """`stream`, from which noise is about to be drawn for a step.
+        """Returns `stream`, and notes that it draws the noise of a step.
 
         Raises:
-            StepError: as `stream`; or it stands where noise of the same ledger was drawn from before.
+            StepError: as `stream`, or its state was used for noise of the same ledger before.
         """
         generator, account = self.stream(device), self.account
         if generator is not None and account is not None:
             now = account, account.steps, generator.device
-            if now != self._noted:  # once a step is enough: the rest of it follows
+            if now != self._noted:  # once per step is enough: the rest follows from that state
                 account.ledger.drawn.note(generator)
                 self._noted = now
         return generator
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy draws for nobody yet."""
+        """Returns the state of a copy, which has no account yet."""
         kept = self.__dict__.items()
         return {name: value for name, value in kept if name not in ("account", "_noted")}
 
     @abstractmethod
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
-        """Fill `out`, of any floating type and device, with N(0, std^2); returns it."""
+        """Fills `out`, of any floating type and device, with N(0, std^2); returns it."""
 
     def draw(self, like: Tensor, std: float) -> Tensor | None:
-        """N(0, std^2), independent for each entry of `like`; None where std is 0."""
+        """Returns N(0, std^2), independent for each entry of `like`; None if std is 0."""
         if not ops.check_std(std):
             return None
         noise = torch.empty_like(like)
@@ -196,19 +195,19 @@ class NoiseSource(ABC):
 
 
 class SeededNoise(NoiseSource):
-    """Noise of a torch.Generator, reproducible and as foreseeable as its seed.
+    """Noise of a torch.Generator, reproducible and as predictable as its seed.
 
-    Without a generator it draws from a stream of its own (`OwnStream`), seeded from torch's global
-    generator at the first draw: `torch.manual_seed` before it makes noise that can be repeated, and what
-    sets the global generator afterwards changes nothing.
+    Without a generator it draws from a separate stream (`OwnStream`), seeded from torch's global
+    generator at the first draw. `torch.manual_seed` before that draw makes repeatable noise. Setting the
+    global generator afterwards changes nothing.
 
-    It is never copied or pickled with its generator: whoever holds the stream can subtract the noise.
-    A fork of a process that drew from it is refused until it is seeded anew there (StepError). So is a
-    generator that was seeded as torch's global one.
+    Copies and pickles never contain its generator: whoever has the stream can subtract the noise. In a
+    fork of a process that drew from it, it raises StepError until it is seeded anew. A generator seeded
+    like torch's global one raises StepError too.
 
     Args:
-        generator: drawn from as it is.
-        purpose: of the stream of its own; two sources of one purpose may be seeded alike.
+        generator: used directly.
+        purpose: of the separate stream; two sources of one purpose may be seeded alike.
     """
 
     secure = False
@@ -218,19 +217,19 @@ class SeededNoise(NoiseSource):
         self._own = OwnStream(None, purpose)
 
     def of_rank(self, number: int) -> SeededNoise:
-        """A source that draws what no other rank does, seeded from this one's generator, or torch's."""
+        """Returns a source for one rank, with its own noise, seeded from this generator or torch's."""
         found = SeededNoise()
         found._own = OwnStream(self.generator, self._own.purpose, number)
         return found
 
     def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
-        """The generator that draws on a device: its state is where the noise goes on from.
+        """Returns the generator used on a device; the noise continues from its state.
 
         Restoring it (`set_state`) repeats the noise bit for bit. Whoever sees it can subtract the noise.
 
         Returns:
-            None where nothing is drawn (meta), and while a CUDA graph is captured if no generator was
-            given: CUDA's own is the one that replays move on.
+            None if nothing is drawn (meta), and during the capture of a CUDA graph if no generator was
+            given: replays advance CUDA's own.
 
         Raises:
             StepError: in a fork of a process that drew from it, or if its seed is the global one's.
@@ -254,13 +253,13 @@ class SeededNoise(NoiseSource):
 
 
 class SecureNoise(NoiseSource):
-    """Cryptographic noise: ChaCha20 under a key that serves one draw and is erased.
+    """Cryptographic noise: ChaCha20 under a key that is used for one draw and erased.
 
-    It holds no state, so copies, forks and restored checkpoints draw noise of their own.
+    It holds no state, so copies, forks and restored checkpoints draw independent noise.
 
-    Formal guarantee: no (key, nonce, counter) serves twice but by a collision of 256 random bits; a
-    distinguisher of the noise from that of ideal normals in floating-point arithmetic is one of
-    ChaCha20 or of the operating system's generator.
+    Formal guarantee: no (key, nonce, counter) is used twice, except by a collision of 256 random bits.
+    A distinguisher of the noise from ideal normals in floating-point arithmetic is also one of ChaCha20
+    or of the operating system's generator.
 
     Args:
         guarded: half the sum of four normals for each value (Holohan and Braghin 2021, section 5.1).
@@ -273,12 +272,12 @@ class SecureNoise(NoiseSource):
 
     @disable_dynamo
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
-        """Drawn on the CPU; where `out` lies on another device, copied to it.
+        """Fills `out` on the CPU, and copies to its device if needed.
 
         Raises:
             StepError: while a CUDA graph is captured, whose replays would repeat the noise.
             SecureModeError: without the cryptography package.
-            ArgumentError, ArgumentTypeError: for a std or a type that no noise has.
+            ArgumentError, ArgumentTypeError: std or the type of `out` is invalid.
         """
         check_not_captured(out.device)
         ops.check_floating(out)
@@ -300,51 +299,52 @@ class SecureNoise(NoiseSource):
 
 
 SEEDED, SECURE, TORCHS = SeededNoise.normal_, SecureNoise.normal_, Tensor.normal_
-"""Before anyone can have replaced them: whoever does is to hear of every draw, so that faster loops,
-which are imported with the first draw, serve only while these three are in their places."""
+"""The original methods. If code replaces one of them, it must see every draw. Faster loops, imported
+with the first draw, are therefore used only while these three are unchanged."""
 
 
 def check_not_captured(device: torch.device) -> None:
-    """Raise StepError while a CUDA graph is captured: it would hold one key, for every replay."""
+    """Raises StepError while a CUDA graph is captured: every replay would use the same key."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StepError(
-            "secure noise cannot be part of a CUDA graph, whose replays would all draw the same: "
-            "leave optimizer.step() out of the capture, or train without secure_mode"
+            "Secure noise cannot be captured in a CUDA graph, because every replay would draw the "
+            "same noise. Leave optimizer.step() out of the capture, or train without secure_mode.",
+            doc="secure-mode",
         )
 
 
 @functools.cache
 def _say_that_it_is_slow() -> None:
     say(
-        "secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA extension "
-        f"does not serve: {how_to_build('nvcc')}, `python -m fastclip.doctor` says what is missing"
+        "Secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA "
+        f"extension is not available. {how_to_build('nvcc')}",
+        doc="missing-libraries",
     )
 
 
 # -------------------------------------------------------------------------------------------------
-# Where the noise of a run comes from, and how its normal variables are made.
+# The public names.
 
 
 __all__ = ["NoiseSource", "SecureNoise", "SeededNoise", "check_not_captured"]
 
 
 # -------------------------------------------------------------------------------------------------
-# Where generators stood when noise was drawn: noise that two releases share can be subtracted.
+# States of generators for which noise was drawn: noise shared by two releases can be subtracted.
 #
-# A script that seeds torch before each of its runs, or sets a generator back in every epoch, draws
-# the same noise again, and a ledger that counts both would compose them as if they were
-# independent.
+# A script that seeds torch before each run, or resets a generator in every epoch, draws the same
+# noise again. A ledger that counts both would compose them as if they were independent.
 
 
 _SEED = 8
-"""Bytes of the seed, with which the state of a CPU's generator begins."""
+"""Bytes of the seed at the start of a CPU generator's state."""
 
 
 class DrawnStates:
     """The states from which the noise of one ledger's steps was drawn, as digests of 16 bytes.
 
-    They stay in memory: a digest in a checkpoint would let anybody try seeds against it. So a copy knows
-    none, and a ledger that goes on in another process, or from a checkpoint, begins anew.
+    They stay in memory: a digest in a checkpoint would let anybody try seeds against it. A copy has
+    none. A ledger that resumes in another process, or from a checkpoint, starts without them.
     """
 
     def __init__(self) -> None:
@@ -355,26 +355,26 @@ class DrawnStates:
 
     @disable_dynamo
     def note(self, generator: torch.Generator) -> None:
-        """Noise is about to be drawn from where the generator stands; no device is waited for.
+        """Notes the generator's state before noise is drawn, without waiting for a device.
 
         Raises:
-            StepError: noise was drawn from there before.
+            StepError: noise was drawn from this state before.
         """
         if generator.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # replays move it on
+            return  # replays advance it
         words = generator.get_state().numpy().tobytes()
         if generator.device.type == "cpu":
-            words = words[_SEED:]  # of which the words take a half
+            words = words[_SEED:]  # half of which are the words
         state = hashlib.blake2b(words, digest_size=16).digest()
         if state in self._seen:
             raise StepError(
-                "the noise of this step expects a state of its generator that no other step of this "
-                "engine has drawn from, got one that has (a seed or state was set again), so whoever "
-                "sees both could subtract it: seed every run otherwise or not at all, give a run that "
-                "is to be repeated a FastPrivacyEngine of its own, or train with secure_mode=True"
+                "The noise generator repeats a state that an earlier step used, so the noise of "
+                "the two steps could be subtracted. Remove the call that resets its seed, or use "
+                "secure_mode=True.",
+                doc="repeated-noise",
             )
         self._seen.add(state)
 
     def join(self, other: DrawnStates) -> None:
-        """Know what another knows, too."""
+        """Adds the states of another."""
         self._seen |= other._seen

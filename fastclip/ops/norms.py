@@ -14,7 +14,7 @@ from fastclip.ops.dispatch import operation
 
 @in_full_float32
 def layer_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight and bias gradients of LayerNorm.
+    """Returns weight and bias gradients of LayerNorm.
 
     Args:
         x: input, [b, t, c]. g: gradient of the output, [b, t, c].
@@ -32,13 +32,13 @@ def layer_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[
 
 @in_full_float32
 def rms_norm_grads(x: Tensor, g: Tensor, rstd: Tensor) -> Tensor:
-    """Weight gradient of RMSNorm for x, g [b, t, c] and rstd [b, t]: [b, c]."""
+    """Returns weight gradients of RMSNorm for x, g [b, t, c] and rstd [b, t]: [b, c]."""
     return torch.bmm(widen(rstd)[:, None], widen(g) * widen(x))[:, 0]
 
 
 @in_full_float32
 def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight and bias gradients of GroupNorm (InstanceNorm: one channel a group).
+    """Returns weight and bias gradients of GroupNorm (InstanceNorm: one channel per group).
 
     Args:
         x: input, [b, c, t]. g: gradient of the output, [b, c, t].
@@ -53,8 +53,8 @@ def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[
     # Dot products as a batched product: g * x is never in memory.
     product = torch.bmm(g.reshape(b * c, 1, t), x.reshape(b * c, t, 1)).view(b, c)
     groups = (b, mean.shape[1], c // mean.shape[1])
-    centred = product.view(groups) - widen(mean)[:, :, None] * bias.view(groups)
-    return (centred * widen(rstd)[:, :, None]).view(b, c), bias
+    centered = product.view(groups) - widen(mean)[:, :, None] * bias.view(groups)
+    return (centered * widen(rstd)[:, :, None]).view(b, c), bias
 
 
 # -------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def channels_last(x: Tensor) -> bool:
-    """Whether the channels of x [b, c, *space] lie side by side in memory, and only they."""
+    """Whether the channels of x [b, c, *space], and only they, are adjacent in memory."""
     form = _LAST.get(x.dim())
     return form is not None and x.is_contiguous(memory_format=form) and not x.is_contiguous()
 
@@ -78,11 +78,11 @@ def group_norm(
 
     Args:
         x: input, [b, c, *space]. weight, bias: [c], or None for ones, zeros.
-        k: groups of channels; InstanceNorm has one channel a group. eps: added to the variance.
-        dtype: of y: what x is cast to first, without a copy where a kernel serves.
+        k: groups of channels; InstanceNorm has one channel per group. eps: added to the variance.
+        dtype: of y. x is cast to it first, without a copy if a kernel is used.
 
     Returns:
-        y like x, channels-last where a kernel served; mean [b, k]; rstd [b, k], the reciprocal
+        y like x, channels-last if a kernel was used; mean [b, k]; rstd [b, k], the reciprocal
         standard deviation.
     """
     x = x.to(dtype)
@@ -98,8 +98,8 @@ def group_norm(
 #
 # Index letters: b sample, t position (pixel), c channel or feature, k group of channels. A kernel
 # gives all results from one read of x and g, as PyTorch's own backward of GroupNorm does for
-# float32 and float64 statistics; else that is asked for the input's gradient only, beside the
-# per-sample reductions of norm_affine.
+# float32 and float64 statistics. Otherwise PyTorch computes only the input's gradient, in addition
+# to the per-sample reductions.
 
 
 @operation
@@ -158,7 +158,7 @@ def group_norm_backward(
 
     Args:
         x: input, [b, c, t]. g: gradient of the output, [b, c, t], which may have another type.
-        mean: [b, k]. rstd: [b, k]; InstanceNorm has one channel a group.
+        mean: [b, k]. rstd: [b, k]; InstanceNorm has one channel per group.
         weight: [c], or None for ones.
         need_input: whether the gradient of x is wanted.
 
@@ -167,7 +167,7 @@ def group_norm_backward(
     """
     dtype = x.dtype
     mixed = x.device.type == "cpu" and weight is not None and weight.dtype == mean.dtype
-    if g.dtype != dtype or (mean.dtype != dtype and not mixed):  # PyTorch's kernels want one type
+    if g.dtype != dtype or (mean.dtype != dtype and not mixed):  # PyTorch's kernels need one type
         x, g, mean, rstd = widen(x), widen(g), widen(mean), widen(rstd)
         weight = None if weight is None else widen(weight)
     # PyTorch's kernels read everything as if it were contiguous.

@@ -1,11 +1,11 @@
-"""Which norm rule for which layer and shape: one visible place, by cost, within a memory budget.
+"""Chooses the norm method for each layer and shape, by cost, within a memory budget.
 
-Three ways to a linear or convolutional layer's norm:
+There are three methods for the norm of a linear or convolutional layer:
 
 - ghost: Gram matrices of input and output gradient; both are held for the clipped sum;
-- keep: the per-sample gradient itself is computed and held; its weighted sum is the clipped sum,
-  so the ordinary weight gradient is never computed. Where it is larger than what the others hold,
-  it is kept only if that saves a tenth of the layer's time;
+- keep: the per-sample gradient itself is computed and held. Its weighted sum is the clipped sum, and
+  the standard weight gradient is never computed. If it is larger than the operands of the other
+  methods, it is kept only if that saves a tenth of the layer's time;
 - recompute: the per-sample gradient is computed a few samples at a time, for its norm, and again
   for the clipped sum.
 
@@ -37,8 +37,8 @@ from fastclip.ops.grams import strips_of
 # The rates that the planner's cost model divides by, and how they are measured and kept.
 #
 # `python -m fastclip.ops.planner --measure` times the operations once on each device of this
-# machine and keeps the rates by the device's name; every later process of this user loads them.
-# Without them the built-in rates serve, of which only the ratios matter.
+# machine, and keeps the rates by the device's name. Every later process of this user loads them.
+# Otherwise the built-in rates are used, of which only the ratios matter.
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Costs:
     """Rates of a machine; the defaults are a 2-core AVX2 CPU, float32."""
 
     matmul: float = 200e9
-    """Floating-point operations a second of a (batched) matrix product."""
+    """Floating-point operations per second of a (batched) matrix product."""
     gram: float = 150e9
     """The same for a ghost norm."""
     copy: float = 20e9
-    """Bytes a second of an elementwise pass."""
+    """Bytes per second of an elementwise pass."""
     kept: float = 6e9
-    """Bytes a second at which a linear layer's fresh per-sample gradients are written, summed."""
+    """Bytes per second at which a linear layer's new per-sample gradients are written and summed."""
     kept_conv: float = 1.2e9
     """The same for a convolution with samples as groups."""
     scratch: bool = True
-    """Grams and gradients pass through memory (no fused kernel): their bytes cost, too."""
+    """Grams and gradients pass through memory (no fused kernel), and their bytes cost too."""
     tile: int = 0
     """Positions of the tiles in which a Gram is computed; 0: in strips of rows."""
 
@@ -66,31 +66,31 @@ _HOST = Costs(matmul=190e9, gram=120e9, kept=8e9, kept_conv=4e9, tile=32)
 _GPU = Costs(
     matmul=300e12, gram=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12, scratch=False, tile=128,
 )  # fmt: skip
-"""Proportions of a data-centre GPU until it is measured."""
+"""Proportions of a data-center GPU until it is measured."""
 _GPU_PLAIN = Costs(matmul=40e12, gram=40e12, copy=3e12, kept=1e12, kept_conv=0.1e12)
-"""The same where PyTorch's operators serve, in float32."""
+"""The same with PyTorch's operators, in float32."""
 
 
 def gram_share(positions: int, tile: int) -> float:
-    """The part of a Gram that is computed, in tiles or strips; its symmetry repeats the rest."""
+    """Returns the part of a Gram that is computed, in tiles or strips; symmetry gives the rest."""
     tiles = -(-positions // tile) if tile else strips_of(positions)
     return (tiles + 1) / (2 * tiles)
 
 
 def device_name(device: torch.device) -> str:
-    """What the rates are kept under."""
+    """Returns the name under which rates are kept."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu {platform.machine()} {torch.get_num_threads()} threads"
 
 
 def cache_file(name: str) -> Path:
-    """Where the rates of a device are kept."""
+    """Returns the file with the rates of a device."""
     return cache_folder() / f"costs-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-')}.json"
 
 
 def costs_of(device_type: str, index: int | None = None) -> Costs:
-    """The rates of a device: measured ones if they were kept, else the built-in ones."""
+    """Returns the rates of a device: measured ones if they were kept, else the built-in ones."""
     kept = kept_costs(device_type, index)
     if device_type == "cuda":
         fused = has_kernel("conv_ghost_norm") and has_kernel("ghost_norm")
@@ -104,7 +104,7 @@ def costs_of(device_type: str, index: int | None = None) -> Costs:
 
 @cache
 def kept_costs(device_type: str, index: int | None = None) -> Costs | None:
-    """The rates that were measured and kept, if any."""
+    """Returns the rates that were measured and kept, if any."""
     try:
         device = torch.device(device_type) if index is None else torch.device(device_type, index)
         name = device_name(device)
@@ -115,7 +115,7 @@ def kept_costs(device_type: str, index: int | None = None) -> Costs | None:
 
 
 def save(device: torch.device, costs: Costs) -> Path:
-    """Keep the rates of a device for later processes; returns the file."""
+    """Saves the rates of a device for later processes, and returns the file."""
     name = device_name(device)
     path = cache_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def save(device: torch.device, costs: Costs) -> Path:
 
 
 def measure(device: torch.device, scale: int | None = None) -> Costs:
-    """Time the operations that the planner chooses between, on one device.
+    """Times the operations that the planner chooses between, on one device.
 
     Args:
         scale: width of the layers; a small one for tests.
@@ -168,7 +168,7 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
-    """Median seconds of a call, the device's work included."""
+    """Returns the median seconds of a call, including the device's work."""
     times = []
     for _ in range(2 + rounds):
         _wait(device)
@@ -189,19 +189,19 @@ def _wait(device: torch.device) -> None:
 
 _CPU = torch.device("cpu")
 _WORTH = 0.1
-"""Part of a layer's time that must be saved where it holds more than its operands."""
+"""Fraction of a layer's time that must be saved if it holds more than its operands."""
 
 
 @dataclass(frozen=True)
 class NormMethod:
-    """What the planner decided for one layer and shape."""
+    """The planner's decision for one layer and shape."""
 
     method: str
     seconds: float
     nbytes: int
     """Bytes held until the end of the backward pass."""
     of_units: bool = False
-    """It is of units, whose rows are still to be put together."""
+    """It is for privacy units, whose samples are still to be joined."""
 
     @property
     def keep(self) -> bool:
@@ -213,14 +213,14 @@ class NormMethod:
 
 
 class Planner:
-    """Chooses, remembers what it chose for `engine.plan()`, and keeps to the memory budget.
+    """Chooses norm methods within the memory budget, and remembers them for `engine.plan()`.
 
     Args:
-        memory_factor: budget: a layer's kept per-sample gradients may take this many times the
-            bytes of the input and output gradient that they replace, where that pays; 1 never
-            holds more than book-keeping does, 0 keeps nothing.
-        gram_tolerance: relative error of a norm that a Gram's rounding bound may add; above it the
-            norm is instantiated (float32 Grams over long sequences).
+        memory_factor: the budget. A layer's kept per-sample gradients may take this many times the
+        bytes of the input and output gradient that they replace, if that pays. 1 never holds
+        more than input and output gradient do, 0 keeps nothing.
+        gram_tolerance: relative error of a norm that a Gram's rounding bound may add. Above it the
+        gradient is instantiated (float32 Grams over long sequences).
         costs: rates of the machine; those of each tensor's own device if None.
     """
 
@@ -232,14 +232,14 @@ class Planner:
         self.costs = costs
 
     def rates(self, device: torch.device) -> Costs:
-        """The rates of a device: the user's, the measured or the built-in ones."""
+        """Returns the rates of a device: the user's, the measured or the built-in ones."""
         return self.costs or costs_of(device.type, device.index)
 
     def linear(
         self, b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool,
         device: torch.device = _CPU,
     ) -> NormMethod:  # fmt: skip
-        """For a [b, t, d] and g [b, t, p]."""
+        """Returns the method for a [b, t, d] and g [b, t, p]."""
         given = (self.rates(device), self.memory_factor, self.gram_tolerance)
         return _linear(b, t, d, p, itemsize, may_keep, *given)
 
@@ -247,7 +247,7 @@ class Planner:
         self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool,
         device: torch.device = _CPU,
     ) -> NormMethod:  # fmt: skip
-        """For x with `space` pixels a channel and g with `out` positions."""
+        """Returns the method for x with `space` pixels per channel and g with `out` positions."""
         given = (self.rates(device), self.memory_factor, self.gram_tolerance)
         return _conv(b, space, out, geometry, itemsize, may_keep, *given)
 
@@ -257,7 +257,7 @@ def _linear(
     b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool, costs: Costs,
     memory_factor: float, tolerance: float,
 ) -> NormMethod:  # fmt: skip
-    """`Planner.linear`; every layer asks in every step."""
+    """`Planner.linear`, cached: every layer asks in every step."""
     held = b * t * (d + p) * itemsize
     if t <= 1:
         return NormMethod("ghost", 0.0, held)
@@ -279,7 +279,7 @@ def _conv(
     b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool, costs: Costs,
     memory_factor: float, tolerance: float,
 ) -> NormMethod:  # fmt: skip
-    """`Planner.conv`; the same."""
+    """`Planner.conv`, cached."""
     o, c = geometry.weight_shape[:2]
     c_all = c * geometry.groups
     taps = torch.Size(geometry.kernel).numel()
@@ -288,8 +288,8 @@ def _conv(
     flops = 2 * b * out * taps * c * o
     product = flops / costs.matmul
     kept_bytes = b * taps * c * o * _accumulated(itemsize)
-    # The fused kernels compute the Gram of the patches, not of the pixels, and that of the gradients
-    # once for each of the matrices.
+    # The fused kernels compute the Gram of patches instead of pixels, and the Gram of gradients once
+    # per matrix.
     linear = by_matrices(geometry) and not costs.scratch
     rows = matrices(geometry) if linear else 1
     of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
@@ -311,7 +311,7 @@ def _conv(
 def _cheapest(
     options: list[NormMethod], held: int, positions: int, itemsize: int, tolerance: float
 ) -> NormMethod:
-    """The fastest, of those that are accurate; it holds more than `held` only where that pays."""
+    """Returns the fastest accurate method. It holds more than `held` only if that pays."""
     roundoff = 1e-16 if itemsize == 8 else 6e-8
     if roundoff * positions > tolerance:
         options = [choice for choice in options if not choice.ghost]
@@ -325,18 +325,18 @@ def _accumulated(itemsize: int) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# Which norm rule for which layer and shape.
+# The public names.
 
 
 __all__ = ["Costs", "NormMethod", "Planner", "costs_of"]
 
 
 # -------------------------------------------------------------------------------------------------
-# What the planner decided, as a table for people.
+# The planner's decisions as a readable table.
 
 
 _DIRECT = "direct"
-"""The method of layers that have only one way."""
+"""The method of layers that have only one."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class PlanRow:
 class PlanLog:
     """The planner's last decision for every layer.
 
-    Every layer writes to it in every step, so what is written is made rows when they are asked for.
+    Every layer writes to it in every step. Rows of the table are made only on request.
     """
 
     def __init__(self) -> None:
@@ -361,43 +361,43 @@ class PlanLog:
         """Path -> rule, shape last seen, method, bytes."""
 
     def register(self, path: str, rule: str) -> None:
-        """A layer that is intercepted, before any data has been seen."""
+        """Adds an intercepted layer, before any data has been seen."""
         self._known[path] = (rule, None, "", 0)
 
     def note(self, path: str, rule: str, shape: tuple[int, ...], choice: NormMethod) -> None:
-        """A decision of the planner for an input of this shape."""
+        """Notes the planner's decision for an input of this shape."""
         self._known[path] = (rule, shape, choice.method, choice.nbytes)
 
     def note_all(
         self, paths: Iterable[str], rule: str, shape: tuple[int, ...], choice: NormMethod
     ) -> None:
-        """The same decision for several layers."""
+        """Notes the same decision for several layers."""
         self._known.update(dict.fromkeys(paths, (rule, shape, choice.method, choice.nbytes)))
 
     def method(self, path: str) -> str:
-        """The last decision for this layer; empty where there is none."""
+        """Returns the last decision for this layer; empty if there is none."""
         known = self._known.get(path)
         return "" if known is None else known[2]
 
     def planned(self, path: str) -> bool:
-        """The planner has decided for this layer."""
+        """Whether the planner has decided for this layer."""
         known = self._known.get(path)
         return known is not None and known[2] not in ("", _DIRECT)
 
     def seen(self, path: str, rule: str, shape: tuple[int, ...], nbytes: int) -> None:
-        """A layer that has only one way, and for which nothing was planned, after it ran."""
+        """Notes a layer with only one method, without a plan, after it ran."""
         self._known[path] = (rule, shape, _DIRECT, nbytes)
 
     def met(self, path: str, rule: str) -> None:
-        """Something that runs in a way which is known only now."""
+        """Notes a use whose rule is known only now."""
         if path not in self._known:
             self.register(path, rule)
 
     def plan(self, looks: Iterable[object] = ()) -> NormPlan:
-        """The table as it stands.
+        """Returns the current table.
 
         Args:
-            looks: what it cost to find the samples, a line each.
+            looks: costs of the dry runs that find samples, one line each.
         """
         rows = (_row(path, *known) for path, known in self._known.items())
         return NormPlan(tuple(rows), tuple(map(str, looks)))
@@ -415,7 +415,7 @@ class NormPlan:
 
     rows: tuple[PlanRow, ...]
     looks: tuple[str, ...] = ()
-    """What it cost to find where the samples are: calls that were looked at, passes, seconds."""
+    """Costs of the dry runs that find batch axes: traced calls, passes, seconds."""
 
     def __str__(self) -> str:
         header = ("layer", "rule", "input", "norm", "held")

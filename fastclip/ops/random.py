@@ -1,9 +1,9 @@
-"""Random streams: ChaCha20 under a key that is used once, generators of one's own, forks.
+"""Random streams: ChaCha20 under keys that are used once, separate generators, forks.
 
-Every draw takes a fresh key of 256 bits from the operating system and forgets it when it is done.
-Nothing is kept between draws, and a fork in the middle of one takes a key of its own: a process that
-forks, an object that is copied and a checkpoint that is restored have no stream to repeat, and no
-(key, nonce, counter) serves twice. The cipher is that of the `cryptography` package (OpenSSL).
+Every draw takes a fresh key of 256 bits from the operating system, and erases it when it is done.
+Nothing is kept between draws, and a fork in the middle of one takes a new key. So a fork, a copied
+object or a restored checkpoint has no stream to repeat, and no (key, nonce, counter) is used twice. The
+cipher is that of the `cryptography` package (OpenSSL).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastclip.errors import SecureModeError, StepError
 
 KEY_BYTES = 32
 LONGEST = 2**38
-"""Bytes of one (key, nonce): 2^32 blocks of 64 bytes. A longer draw goes on under another key."""
+"""Bytes per (key, nonce): 2^32 blocks of 64 bytes. A longer draw continues under another key."""
 
 
 @contextmanager
 def fresh_key() -> Iterator[bytearray]:
-    """A key from the operating system, erased at the end of the block."""
+    """Yields a key from the operating system, and erases it at the end of the block."""
     key = bytearray(KEY_BYTES)
     try:
         _fill(key)
@@ -41,7 +41,7 @@ def fresh_key() -> Iterator[bytearray]:
 
 
 def _fill(key: bytearray) -> None:
-    """Bytes of the kernel's generator, straight into `key` where the system allows it."""
+    """Writes bytes of the kernel's generator, directly into `key` if the system allows it."""
     try:
         getrandom = ctypes.CDLL(None).getrandom
         getrandom.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
@@ -54,7 +54,7 @@ def _fill(key: bytearray) -> None:
 
 
 def require_cipher() -> Any:
-    """The cipher's constructor, from a key to a context.
+    """Returns the cipher's constructor, from a key to a context.
 
     Raises:
         SecureModeError: without the cryptography package.
@@ -63,14 +63,14 @@ def require_cipher() -> Any:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as error:
         raise SecureModeError(
-            "secure mode draws from the cipher of the cryptography package, which cannot be "
-            f"imported ({error}): pip install cryptography"
+            "Secure mode needs the cipher of the cryptography package, which cannot be imported "
+            f"({error}). Run pip install cryptography."
         ) from error
     return lambda key: Cipher(algorithms.ChaCha20(key, bytes(16)), None)
 
 
 class KeyStream:
-    """`with KeyStream() as stream: stream.fill(words)`: independent uniform bits, CPU only."""
+    """Independent uniform bits, CPU only: `with KeyStream() as stream: stream.fill(words)`."""
 
     def __init__(self) -> None:
         self._new_cipher = require_cipher()
@@ -91,7 +91,7 @@ class KeyStream:
         self._left, self._process = LONGEST, this_process()
 
     def fill(self, words: Tensor) -> None:
-        """Overwrite a contiguous CPU tensor of at most `LONGEST` bytes with random bits."""
+        """Overwrites a contiguous CPU tensor of at most `LONGEST` bytes with random bits."""
         buffer: Any = words.view(torch.uint8).numpy()  # no copy
         if len(buffer) > self._left or self._process != this_process():
             self._rekey()
@@ -101,15 +101,14 @@ class KeyStream:
 
 
 # -------------------------------------------------------------------------------------------------
-# Torch's global generator is everybody's: whoever sets it for a while, and puts it back, does so
-# alone.
+# Torch's global generator is shared: only one thread at a time may set it temporarily and restore it.
 #
-# A look at a model starts it at a seed that anybody can read in this package. What another thread
-# took from it meanwhile would be known to all, and drawn again once it is put back.
+# A dry run of a model seeds it with a number that anybody can read in this package. Numbers that another
+# thread drew from it meanwhile would be public, and drawn again after it is restored.
 
 
 class _Keeper:
-    """Of the global generator: one thread at a time, which may come in again."""
+    """The lock of the global generator: one thread at a time, which may enter again."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -118,16 +117,16 @@ class _Keeper:
 
 _grad_state = _Keeper()
 _unknown = False
-"""This process was forked while another thread, or the one that forked, had it set aside."""
+"""This process was forked while the global generator was temporarily set, by any thread."""
 
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, no other thread takes a seed from torch's global generator, or sets it aside.
+    """Context in which no other thread seeds from torch's global generator, or sets it temporarily.
 
-    Nothing inside may wait for another thread that would do so.
+    Nothing inside may wait for another thread that does so.
     """
-    grad_state = _grad_state  # a fork inside has another one, and still leaves this one as it came
+    grad_state = _grad_state  # a fork inside has another one, and still leaves this one unchanged
     with grad_state.lock:
         grad_state.inside += 1
         try:
@@ -137,12 +136,12 @@ def set_aside() -> Iterator[None]:
 
 
 def stands_elsewhere() -> bool:
-    """Whether this process' global generator is a copy of one that was set aside."""
+    """Whether this process' global generator is a copy of one that was temporarily set."""
     return _unknown
 
 
 def _renew() -> None:
-    """The thread that holds the lock may not be there in a fork."""
+    """Makes a new lock in a fork, where the thread that holds the lock may be missing."""
     global _grad_state, _unknown
     _unknown = _grad_state.inside > 0
     _grad_state = _Keeper()
@@ -153,27 +152,26 @@ if hasattr(os, "register_at_fork"):
 
 
 # -------------------------------------------------------------------------------------------------
-# One stream of random numbers, one process: a fork holds its parent's generators.
+# One stream of random numbers per process: a fork holds its parent's generators.
 #
-# Noise that two releases share is subtracted by whoever sees both; rows that two runs draw together
-# are no independent draws. A generator of a GPU needs no look: CUDA does not run in a fork of its
-# process.
+# Whoever sees two releases can subtract noise that they share. Samples that two runs draw together are
+# not drawn independently. GPU generators need no check: CUDA does not run in a fork of its process.
 
 
 _drawn: dict[int, tuple[torch.Generator, tuple[int, int], int]] = {}
-"""By the generator's id: itself (before torch 2.13 none can be referred to weakly), who drew last from
-it, and the seed that it had then."""
+"""By the generator's id: the generator (weak references need torch 2.13), the process that drew last
+from it, and its seed then."""
 
 _ANOTHER = (0, 0)
-"""A process, of which this one is a fork."""
+"""A process that this one was forked from."""
 _UNSEEDED = torch.Generator().initial_seed()
-"""Of every generator that torch has just made."""
+"""The seed of every new generator of torch."""
 _MOST = 64
-"""Generators up to which those are kept that nobody else holds."""
+"""Number of generators up to which unreferenced ones are kept."""
 
 
 def seed_of(generator: torch.Generator) -> int:
-    """What its numbers follow from: of a seed, the Mersenne Twister of a CPU takes the low 32 bits."""
+    """Returns the effective seed: a CPU's Mersenne Twister takes the low 32 bits of a seed."""
     seed = generator.initial_seed()
     return seed % 2**32 if generator.device.type == "cpu" else seed
 
@@ -181,20 +179,21 @@ def seed_of(generator: torch.Generator) -> int:
 def claim(
     generator: torch.Generator | None, what: str, device: torch.device | str = "cpu"
 ) -> torch.Generator | None:
-    """The generator itself, from which this process is about to draw `what`.
+    """Returns the generator, and notes that this process is about to draw `what` from it.
 
     Args:
         generator: torch's global one if None, of `device`.
 
     Raises:
-        StepError: it was drawn from before this process was forked, and has not been given another seed
-            since; or it was never given one.
+        StepError: it was used before this process was forked, and was not seeded again since. Or it
+            was never seeded.
     """
+    said = what.replace("rows", "samples")  # a purpose is part of a seed
     if generator is not None and generator.initial_seed() == _UNSEEDED:
         raise StepError(
-            f"{what} cannot come from a generator that was never seeded: torch.Generator() makes the "
-            "same numbers in every process, which anybody can make again; call its seed(), or "
-            "manual_seed with a number that nobody knows, or pass none"
+            f"The generator of {said} was never seeded, so it makes the same numbers in every "
+            "process. Call its seed() method, or pass no generator.",
+            doc="noise",
         )
     where = torch.device(device) if generator is None else generator.device
     if where.type != "cpu":
@@ -204,10 +203,10 @@ def claim(
     _, drew, then = _drawn.get(id(stream), (stream, process, seed))
     if drew != process and then == seed:
         raise StepError(
-            f"this process is a fork of one that drew {what} from the same generator, and both would "
-            "draw the same: seed it anew here, with a seed that no other process has "
-            "(torch.manual_seed, or manual_seed of the generator that was passed), or train with "
-            "secure_mode=True"
+            f"This process is a fork of one that drew {said} from the same generator, so both "
+            "would draw the same numbers. Seed it here with a number that no other process uses, "
+            "or pass secure_mode=True.",
+            doc="noise",
         )
     if len(_drawn) >= _MOST and id(stream) not in _drawn:
         _forget()
@@ -216,9 +215,9 @@ def claim(
 
 
 def _know_parent() -> None:
-    """In a fork: torch's global generator is the parent's, however often that seeded it since it drew.
+    """Notes in a fork that torch's global generator is the parent's, even if seeded after its draws.
 
-    So is one that a look of the parent's had set to a seed that everybody knows.
+    This includes a generator that the parent's dry run had set to a public seed.
     """
     stream = torch.default_generator
     if id(stream) in _drawn or stands_elsewhere():
@@ -230,30 +229,30 @@ if hasattr(os, "register_at_fork"):  # after that of fastclip.ops.random
 
 
 def _forget() -> None:
-    """Let go of generators that nobody can draw from any more."""
+    """Drops generators that nobody else references."""
     for held in [*_drawn.values()]:
         if sys.getrefcount(held[0]) <= 2:  # the tuple's, and the argument's
             _drawn.pop(id(held[0]), None)
 
 
 # -------------------------------------------------------------------------------------------------
-# Streams of random numbers of one's own: seeded once from a generator that others may set or read.
+# Separate streams of random numbers, seeded once from a generator that others may set or read.
 
 
 class OwnStream:
-    """Random numbers of one purpose, from a generator of its own on each device.
+    """Random numbers for one purpose, from a separate generator on each device.
 
-    Torch's global generator makes initial weights and dropout, an evaluation seeds it in every epoch,
-    and looks at models start it at a known seed while other threads train. So noise and rows are drawn
-    from a generator of their own. It is seeded once, of two numbers of the global one, when it is first
-    drawn from: what happens to that later changes nothing, and no two purposes share random words.
+    Torch's global generator makes initial weights and dropout. An evaluation may seed it in every epoch,
+    and dry runs of models set it to a known seed while other threads train. So noise and sampling use
+    separate generators. Each is seeded once, by two numbers of the global one, at its first draw. Later
+    changes of the global one have no effect, and no two purposes share random words.
 
-    It is never copied or pickled with its generators, and a fork has none of its parent's.
+    Copies and pickles never contain its generators, and a fork has none of its parent's.
 
     Args:
-        base: what it is seeded from, torch's global generator if None.
+        base: the generator for the seed, torch's global one if None.
         purpose: what is drawn; streams of two purposes differ.
-        number: of the rank, whose streams differ, too.
+        number: the rank; streams of two ranks differ too.
     """
 
     def __init__(self, base: torch.Generator | None, purpose: str, number: int = 0) -> None:
@@ -270,7 +269,7 @@ class OwnStream:
 
     @disable_dynamo
     def on(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Its generator on this device, which is made when it is asked for first.
+        """Returns the generator on this device, made at the first call.
 
         Raises:
             StepError: in a fork of a process that drew from the base.
@@ -289,24 +288,24 @@ class OwnStream:
             return self._made[device]
 
     def forget(self) -> None:
-        """What is drawn next comes of new numbers of the base."""
+        """Drops the generators: the next draw seeds new ones from the base."""
         self._made, self._process = {}, this_process()
 
 
 def own_generator(
     base: torch.Generator | None, number: int, purpose: str, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A generator of this rank's own.
+    """Returns a separate generator for this rank.
 
-    Scripts seed all ranks alike (`torch.manual_seed(0)`): rows would then be drawn together and noise
-    would repeat, and noise that repeats can be subtracted.
+    Scripts seed all ranks alike (`torch.manual_seed(0)`). Samples would then be drawn together and noise
+    would repeat, and repeated noise can be subtracted.
 
     Args:
-        base: what it is seeded from, torch's global generator if None; two numbers are drawn.
-        number: of the rank. purpose: of the stream; streams of two purposes differ, too.
+        base: the generator for the seed, torch's global one if None; two numbers are drawn.
+        number: the rank. purpose: of the stream; streams of two purposes differ too.
 
     Raises:
-        StepError: another process, of which this one is a fork, drew from `base`.
+        StepError: a process that this one was forked from drew from `base`.
     """
     where = "cpu" if base is None else base.device
     with set_aside():
@@ -320,12 +319,12 @@ def own_generator(
 
 
 def check_not_globally_seeded(generator: torch.Generator) -> None:
-    """One seed makes one sequence of random words, whichever generator of the CPU has it.
+    """Checks that a CPU generator does not have the seed of torch's global one.
 
-    Two that are alike in their low 32 bits are one.
+    One seed makes one sequence of random words in every generator. Only the low 32 bits count.
 
     Raises:
-        StepError: torch's global generator was seeded alike.
+        StepError: the seeds are equal.
     """
     if generator.device.type != "cpu":
         return
@@ -333,7 +332,8 @@ def check_not_globally_seeded(generator: torch.Generator) -> None:
         alike = seed_of(generator) == seed_of(torch.default_generator)
     if alike:
         raise StepError(
-            "noise_generator expects a seed of its own, got that of torch's global generator, so the "
-            "noise would be made of the random words of initial weights and dropout: seed it otherwise, "
-            "e.g. noise_generator.manual_seed(torch.initial_seed() + 1)"
+            "noise_generator expects a seed of its own, got that of torch's global generator, so "
+            "noise would repeat random words of initial weights and dropout. Call "
+            "noise_generator.manual_seed(torch.initial_seed() + 1).",
+            doc="noise",
         )

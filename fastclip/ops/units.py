@@ -1,11 +1,11 @@
-"""Which rows of a batch belong together, and how they are laid side by side.
+"""Which samples of a batch belong to one privacy unit, and how these are laid out together.
 
-A unit (a patient) is clipped as one: its gradient is the mean, or the sum, of its rows' gradients.
-Clipped sums need nothing new, each row takes its unit's scale; norms need the rows of a unit together.
-Where owners are on the CPU, units of as many rows are laid out together and nothing is padded; on
-another device, which would have to be waited for, all are padded to the largest.
+A unit (a patient) is clipped as one. Its gradient is the mean, or the sum, of its samples' gradients. In
+clipped sums each sample takes its unit's scale. Norms need the samples of a unit together. If the unit
+numbers are on the CPU, units of equal size are laid out together without padding. On another device,
+where reading them would wait, all are padded to the largest.
 
-Index letters: b row, u unit, n rows of a unit.
+Index letters: b sample, u unit, n samples of a unit.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from fastclip.core.numerics import widen
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _IN_PLACE_BYTES = 256 << 10
-"""Of one run, above which one more call of an operation costs less than copying the run, on a CPU."""
+"""Bytes of a run above which one more call of an operation costs less than copying it, on a CPU."""
 
 
 @dataclass(frozen=True, eq=False)
 class UnitSamples:
-    """The rows of a physical batch, by the unit that each belongs to.
+    """The samples of a physical batch, by the privacy unit that each belongs to.
 
     Args:
-        owner: of each row its unit, 0 to count - 1 in any order, int64 [b]; best on the CPU.
-        count: units in the batch; every one has a row. 0: the rows are placeholders of an empty draw.
-        largest: rows of the largest unit.
-        reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
-        views: so many of the rows are views of one sample, whose gradient is their mean.
+        owner: unit of each sample, 0 to count - 1 in any order, int64 [b]; best on the CPU.
+        count: units in the batch; each has a sample. 0: the samples are placeholders of an empty
+            sampled batch.
+        largest: samples of the largest unit.
+        reduction: a unit's gradient is the "mean" or the "sum" of its samples' gradients.
+        views: number of views per sample, whose gradient is their mean.
 
     Raises:
-        ArgumentError, ArgumentTypeError: they do not fit each other (on a GPU, which would have to be
-            waited for, a unit of more rows than `largest` contributes nothing).
+        ArgumentError, ArgumentTypeError: they do not fit each other. On a GPU a unit of more samples
+            than `largest` contributes nothing, because a check would wait for the device.
     """
 
     owner: Tensor
@@ -51,26 +52,28 @@ class UnitSamples:
         if not isinstance(owner, Tensor) or owner.dtype != torch.int64 or owner.dim() != 1:
             got = f"{owner.dtype} {list(owner.shape)}" if isinstance(owner, Tensor) else repr(owner)
             raise ArgumentTypeError(
-                f"UnitSamples expects owner as an int64 tensor [rows], got {got}; number the units of "
-                "this batch from 0 and give each row the number of its unit"
+                f"UnitSamples expects owner as an int64 tensor [samples], got {got}. Number the "
+                "units of this batch from 0, and give each sample the number of its unit.",
+                doc="privacy-units",
             )
         if self.reduction not in ("mean", "sum"):
             raise ArgumentError(
-                f'UnitSamples expects reduction="mean" or "sum", got {self.reduction!r}'
+                f'UnitSamples expects reduction="mean" or "sum", got {self.reduction!r}.'
             )
         if self.count < 0 or (self.count > 0) != (self.largest > 0):
             raise ArgumentError(
-                "UnitSamples expects count and largest both positive, or both 0 for the "
-                "placeholders of an "
-                f"empty draw, got count={self.count} and largest={self.largest}"
+                "UnitSamples expects count and largest both positive, or both 0 for an empty "
+                f"sampled batch, got count={self.count} and largest={self.largest}.",
+                doc="privacy-units",
             )
         if self.count and (sizes := self.sizes) is not None:
             bad = len(owner) and int(owner.min()) < 0
             if bad or len(sizes) != self.count or not all(sizes) or max(sizes) != self.largest:
                 raise ArgumentError(
-                    f"UnitSamples expects count={self.count} units numbered from 0, each with a row and "
-                    f"the largest with largest={self.largest}; got "
-                    + ("a negative number" if bad else f"units of {sizes[:8]} rows")
+                    f"UnitSamples expects count={self.count} units numbered from 0, each with a sample "
+                    f"and the largest with largest={self.largest}, got "
+                    + ("a negative number." if bad else f"units of {sizes[:8]} samples."),
+                    doc="privacy-units",
                 )
 
     def __len__(self) -> int:
@@ -78,37 +81,37 @@ class UnitSamples:
 
     @property
     def joined(self) -> bool:
-        """Some unit may have several rows."""
+        """Whether some unit may have several samples."""
         return self.largest > 1
 
     @cached_property
     def sizes(self) -> list[int] | None:
-        """Rows of every unit, where this can be known without waiting."""
+        """Samples of every unit, if known without waiting for a device."""
         if self.owner.device.type != "cpu":
             return None
         return self.owner.clamp_min(0).bincount(minlength=self.count).tolist()
 
     @cached_property
     def _made(self) -> dict[object, Tensor | Layout | None]:
-        """What was made of the owners, by device."""
+        """Unit numbers and layouts by device."""
         return {}
 
     def on(self, device: torch.device) -> Tensor:
-        """The owners on a device."""
+        """Returns the unit numbers on a device."""
         known = self._made.get(device)
         if not isinstance(known, Tensor):
             known = self._made[device] = self.owner.to(device, non_blocking=True)
         return known
 
     def counted(self, device: torch.device) -> Tensor:
-        """Rows of every unit, int64 [u]."""
+        """Returns the samples of every unit, int64 [u]."""
         owner = self.on(device)
         return torch.zeros(self.count, dtype=torch.int64, device=device).index_add_(
             0, owner, torch.ones_like(owner)
         )
 
     def weights(self, device: torch.device) -> Tensor | None:
-        """What a unit's sum is multiplied by to be its gradient, float64 [u]; None for 1."""
+        """Returns the factors that turn a unit's sum into its gradient, float64 [u]; None for 1."""
         if not self.joined:
             return None
         if self.reduction == "sum":
@@ -117,11 +120,11 @@ class UnitSamples:
         return self.counted(device).to(torch.float64).reciprocal()
 
     def unknown(self, device: torch.device) -> Tensor | None:
-        """Units of more rows than was said, bool [u]; None where that was looked at."""
+        """Returns units of more samples than `largest`, bool [u]; None if that was checked."""
         return None if self.sizes is not None else self.counted(device) > self.largest
 
     def firsts(self, device: torch.device) -> Tensor:
-        """The first row of every unit, int64 [u]."""
+        """Returns the first sample of every unit, int64 [u]."""
         owner = self.on(device)
         numbers = torch.arange(len(owner), dtype=torch.int64, device=device)
         none = torch.full((self.count,), len(owner), dtype=torch.int64, device=device)
@@ -130,41 +133,41 @@ class UnitSamples:
         return none.scatter_reduce_(0, owner, numbers, "amin")
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Scales [..., u] as those of the rows, [..., b]."""
+        """Expands scales of units [..., u] to samples, [..., b]."""
         if not self.count:
             return scales.new_zeros(*scales.shape[:-1], len(self))
         return scales.index_select(-1, self.on(scales.device))
 
     def total(self, x: Tensor) -> Tensor:
-        """Rows [b, ...] added up for every unit, [u, ...], in the accumulation type."""
+        """Sums samples [b, ...] per unit, [u, ...], in the accumulation type."""
         x = widen(x)
         return x.new_zeros(self.count, *x.shape[1:]).index_add_(0, self.on(x.device), x)
 
     def of_views(self, views: int) -> UnitSamples:
-        """The same units in a batch that holds so many views of each sample, next to each other."""
+        """Returns the same units in a batch with this many adjacent views of each sample."""
         owner = self.owner.repeat_interleave(views)
         return replace(self, owner=owner, largest=self.largest * views, views=views)
 
-    def owners_of(self, rows: Tensor) -> Tensor:
-        """The unit of each of these rows, int64; -1 for -1, nobody's."""
+    def units_of(self, rows: Tensor) -> Tensor:
+        """Returns the unit of each of these samples, int64; -1 (no sample) stays -1."""
         owner = self.on(rows.device)
         return torch.cat([owner.new_full((1,), -1), owner])[rows + 1]
 
     def of_entries(self, rows: Tensor, each: int) -> UnitSamples:
-        """The units of entries, `each` of every row: `rows`, where `owner` is, says whose they are."""
+        """Returns the units of entries, `each` per sample; `rows` gives the sample of each entry."""
         return replace(
             self, owner=self.owner.index_select(0, rows), largest=self.largest * each
         )  # fmt: skip
 
     def positions(self, each: int) -> int:
-        """Positions of a unit whose rows have `each`, in root mean square: Grams cost its square."""
+        """Returns a unit's positions for `each` per sample, in root mean square (for Grams)."""
         if not self.sizes:
             return self.largest * each
         mean = sum(n * n for n in self.sizes) / len(self.sizes)
         return max(1, round(mean**0.5 * each))
 
     def layout(self, device: torch.device, nbytes: int) -> Layout:
-        """How rows of so many bytes in all are laid out by units."""
+        """Returns how samples of `nbytes` in all are laid out by units."""
         adjacent = self._adjacent
         in_place = adjacent is not None and (
             len(adjacent) <= len(set(self.sizes or ()))
@@ -182,13 +185,13 @@ class UnitSamples:
 
     @cached_property
     def _adjacent(self) -> tuple[tuple[int, int], ...] | None:
-        """Runs of units of as many rows, if units lie one behind the other; None if they do not."""
+        """Returns runs of units of equal size if units are contiguous, else None."""
         if self.sizes is None or bool((self.owner.diff() < 0).any()):
             return None
         return tuple((len(list(run)), n) for n, run in groupby(self.sizes))
 
     def _sorted(self, device: torch.device) -> Layout:
-        """Smaller units first."""
+        """Returns the layout with smaller units first."""
         sizes = self.owner.bincount(minlength=self.count)
         order = (sizes[self.owner] * self.count + self.owner).argsort(stable=True)
         units = sizes.argsort(stable=True)
@@ -199,7 +202,7 @@ class UnitSamples:
         )  # fmt: skip
 
     def _padded(self, device: torch.device) -> Layout:
-        """All units as large as the largest."""
+        """Returns the layout with all units padded to the largest."""
         owner, sizes = self.on(device), self.counted(device)
         order = owner.argsort(stable=True)
         place = torch.arange(self.largest, dtype=torch.int64, device=device)
@@ -211,13 +214,13 @@ class UnitSamples:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Rows laid out by units.
+    """Samples laid out by units.
 
     Args:
-        runs: units in it and rows of each, run by run.
-        order: the rows as the runs take them, int64; None: as they are.
-        places: where each unit is among the runs', int64 [u]; None: in order.
-        lacking: which of `order` stand for rows that a unit does not have, bool.
+        runs: number of units and samples per unit, run by run.
+        order: the samples in the order of the runs, int64; None: unchanged.
+        places: position of each unit among the runs', int64 [u]; None: in order.
+        lacking: which entries of `order` are padding, bool.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -226,7 +229,7 @@ class Layout:
     lacking: Tensor | None = None
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Rows [b, ...] by units, run by run: [u, n, ...]."""
+        """Returns samples [b, ...] by units, run by run: [u, n, ...]."""
         if self.order is not None:
             x = x.index_select(0, self.order)
         if self.lacking is not None:
@@ -235,12 +238,12 @@ class Layout:
         return [part.unflatten(0, run) for part, run in zip(parts, self.runs, strict=True)]
 
     def gather(self, parts: list[Tensor]) -> Tensor:
-        """What was computed of the runs, [u, ...] each, in the order of the units."""
+        """Joins results of the runs, [u, ...] each, in the order of the units."""
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found if self.places is None else found.index_select(0, self.places)
 
     def scatter(self, x: Tensor) -> list[Tensor]:
-        """What is known of the units, [u, ...], run by run: what `gather` puts back in order."""
+        """Splits values of the units, [u, ...], run by run: the inverse of `gather`."""
         if self.places is not None:
             x = torch.empty_like(x).index_copy_(0, self.places, x)
         return list(x.split([u for u, _ in self.runs]))

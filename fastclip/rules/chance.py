@@ -1,4 +1,4 @@
-"""Random numbers that a function draws: called again in the backward pass, it draws the same ones."""
+"""Random numbers that a function draws, which a second call in the backward pass repeats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAVES = (Tensor, int, float, str, type(None), slice)
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What is in nested tuples, lists and dictionaries."""
+    """Returns the leaves of nested tuples, lists and dictionaries."""
     kind = type(value)
     if kind is tuple or kind is list:
         found: list[Any] = []
@@ -41,7 +41,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nest, of what the function makes of its leaves."""
+    """Applies the function to the leaves, in the same structure."""
     kind = type(value)
     if kind is tuple:
         return tuple([mapped(function, x) for x in value])
@@ -53,7 +53,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def outputs(out: Any) -> list[Tensor]:
-    """The tensors that a gradient may come to."""
+    """Returns the tensors that a gradient may reach."""
     tensors = [x for x in leaves_of(out) if isinstance(x, Tensor)]
     return [x for x in tensors if x.is_floating_point() or x.is_complex()]
 
@@ -62,11 +62,11 @@ def outputs(out: Any) -> list[Tensor]:
 
 
 _ALIKE, _ALIKE_IN_FLOAT64 = 2e-2, 1e-9
-"""Relative distance of what differs in its rounding alone; float32 may come of half precision."""
+"""Relative distance of values that differ only by rounding; float32 may come from half precision."""
 
 
 class Chance:
-    """Where the generators that a function may draw from stand, before and after a call of it.
+    """The states of the generators that a function may draw from, before and after a call.
 
     Args:
         func: the function. leaves: its arguments.
@@ -78,18 +78,18 @@ class Chance:
         self._after: list[Any] = []
 
     def drew(self) -> bool:
-        """The call has returned: whether it has drawn."""
+        """Notes that the call has returned, and whether it has drawn."""
         self._after = self._states()
         return self._moved(self._before)
 
     def put_back(self) -> None:
-        """The generators stand where they stood before the call."""
+        """Restores the generators to their states before the call."""
         for one, state in zip(self._generators, self._before, strict=True):
             put_back(one, state)
 
     @contextmanager
     def again(self, label: str) -> Iterator[None]:
-        """The call is repeated inside, and draws what it drew; nothing that comes later is changed.
+        """Context in which the call is repeated with the same random numbers. Later draws are unchanged.
 
         Raises:
             GraphError: it has drawn more, or less.
@@ -119,21 +119,22 @@ def is_of_torch(func: Callable) -> bool:
 
 
 def other_numbers(label: str, what: str) -> GraphError:
-    """A function that was called again did not do what it did."""
+    """Returns the error for a function whose second call differs from the first."""
     return GraphError(
-        f"{label}: called again for the samples' gradients, it gives other {what}, which would make "
-        "them wrong. Draw random numbers outside of it, and pass them as an argument."
+        f"{label}: a second call for the per-sample gradients gives other {what}, so these would "
+        "be wrong. Draw random numbers outside of it, and pass them as an argument.",
+        doc="random-numbers",
     )
 
 
 def given(out: Any, changed: Tensor | None) -> list[Tensor]:
-    """All tensors that a function gave, also those that only its own backward may look at.
+    """Returns all tensors that a function gave, also those that only its own backward reads.
 
     Args:
         out: what it returned. changed: the argument that it changed in place.
     """
     found = [x for x in leaves_of(out) if isinstance(x, Tensor) and x is not changed]
-    # of a number the tap hands on a clone; anything else is handed on as it is, and may be changed
+    # the output hook passes on a clone of a number; anything else is passed unchanged, and may change
     shown = [x.detach() if is_number(x) else x.detach().clone() for x in found]
     return shown if changed is None else [changed.detach().clone(), *shown]
 
@@ -143,10 +144,10 @@ def is_number(x: Tensor) -> bool:
 
 
 def repeated(label: str, again: list[Tensor], first: list[Tensor]) -> list[Tensor]:
-    """Whether a repeated call gave what it gave at first: one boolean for each of its tensors.
+    """Compares a repeated call with the first: one boolean per tensor.
 
     Raises:
-        GraphError: it gave others, as their types and shapes tell.
+        GraphError: types or shapes differ.
     """
     if _kinds(again) != _kinds(first):
         raise other_numbers(label, "values")
@@ -154,7 +155,7 @@ def repeated(label: str, again: list[Tensor], first: list[Tensor]) -> list[Tenso
 
 
 def alike(x: Tensor, y: Tensor, size: Tensor) -> Tensor:
-    """Whether these are equal but for the rounding of what has this size, where all are finite."""
+    """Whether these are equal up to the rounding of values of this size, where all are finite."""
     finite = x.isfinite() & y.isfinite() & size.isfinite()
     far, most = (torch.where(finite, z, 0).norm() for z in (x - y, size))
     return far <= most * _rounding(x)
@@ -165,7 +166,7 @@ def _kinds(tensors: list[Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
 
 
 def _same(x: Tensor, y: Tensor) -> Tensor:
-    """Whether a repeated call gave what it gave at first: each entry, so that a rare one is seen."""
+    """Whether a repeated call gave the same, entry by entry: a rare difference counts too."""
     if not is_number(x) or not x.numel():
         return (x == y).all()
     if x.itemsize == 1:  # eight bits, with which nothing is computed
@@ -181,21 +182,21 @@ def _rounding(x: Tensor) -> float:
 
 
 def check_repeats(label: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a function gives that is not torch's, which must give the same when it is called again.
+    """Calls a function that is not torch's twice, and returns its output if both calls agree.
 
-    Else what differs between two runs of the model would be taken for another sample's influence.
+    Otherwise a difference between two runs of the model would look like another sample's influence.
 
     Raises:
-        GraphError: it gives something else, so it draws from generators that are not known.
+        GraphError: the calls differ, so the function draws from unknown generators.
     """
     leaves = leaves_of((args, kwargs))
     chance, tensors = Chance(func, leaves), [x for x in leaves if isinstance(x, Tensor)]
     versions = [x._version for x in tensors]
     out = func(*args, **kwargs)
     chance.drew()
-    if versions != [x._version for x in tensors]:  # what it has changed is not there any more
+    if versions != [x._version for x in tensors]:  # its inputs are no longer there
         return out
-    with all_aside():  # no question that the model asks
+    with all_aside():  # the trace does not see these comparisons
         first = given(out, None)
         with chance.again(label):
             again = given(func(*args, **kwargs), None)
@@ -206,7 +207,7 @@ def check_repeats(label: str, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _generators(func: Callable, leaves: Sequence[Any]) -> list[Any]:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return []  # what runs in a graph has run before, and drew nothing
+        return []  # a captured function has run before, and drew nothing
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     found = {id(x): x for x in leaves if isinstance(x, torch.Generator)}
     devices = {x.device for x in tensors}
@@ -215,7 +216,7 @@ def _generators(func: Callable, leaves: Sequence[Any]) -> list[Any]:
         devices.add(torch.device("cpu"))
         modules = [random, *([sys.modules["numpy"].random] if "numpy" in sys.modules else [])]
     own = [_default(device) for device in devices]
-    # a look at the model puts functions around those that draw (samples/randomness.py)
+    # the dry run wraps the functions that draw (samples/randomness.py)
     own += [getattr(inspect.unwrap(module.random), "__self__", None) for module in modules]
     found |= {id(one): one for one in own if one is not None}
     return list(found.values())

@@ -1,8 +1,8 @@
-"""Products with a parameter: matmul, einsum, bilinear, of rows grouped by expert; their records.
+"""Products with a parameter (matmul, einsum, bilinear, rows grouped by expert) and their records.
 
-All of them are written as one: letters for the axes of every operand and of the output. A sample's
-gradient of an operand is the same product with the output's gradient in the operand's place, and the
-sample's letter kept. Where one matrix meets one batch, that is the record of a Linear layer.
+All are written as one product, with letters for the axes of every operand and of the output. A sample's
+gradient of an operand is the same product, with the output's gradient instead of the operand and the
+sample's letter kept. For one matrix and one batch this is the record of a Linear layer.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RoutedRecord(Record):
     """A linear map over rows in any order: row n adds g_n a_n^T to the gradient of sample owner[n].
 
     Args:
-        a: [n, d]. g: [n, p]. owner: int64 [n]; a row of owner -1 contributes nothing. batch: samples.
+        a: [n, d]. g: [n, p]. owner: sample of each row, int64 [n]; -1 contributes nothing. batch: b.
         transposed: the weight is [d, p].
     """
 
@@ -226,7 +226,7 @@ class RoutedRecord(Record):
         return ops.scaled_sum(a[:, None], g[:, None], self.row_scales(scale))
 
     def row_scales(self, scale: Tensor) -> Tensor:
-        """Of every row that of its sample, [n]."""
+        """Returns the scale of each row's sample, [n]."""
         return torch.cat([scale.new_zeros(1), scale])[self.owner + 1]
 
     def per_sample(self) -> Tensor:
@@ -240,7 +240,7 @@ class RoutedRecord(Record):
         return ops.routed_margin(self.a, self.g, self.owner, self.batch)
 
     def of_units(self, units: UnitSamples) -> Record:
-        owner = units.owners_of(self.owner)
+        owner = units.units_of(self.owner)
         return RoutedRecord(
             self.a, self.g, owner, batch=units.count, transposed=self.transposed
         )  # fmt: skip
@@ -276,7 +276,7 @@ class GroupedRecord(Record):
         return self.total(a, g * rows.to(g.dtype)[:, None])
 
     def _sum_apart(self, scale: Tensor) -> Tensor:
-        """Of the gradients whose norms were taken; scales of samples' maps, [b * e]."""
+        """Sums the gradients whose norms were taken; scales of samples' maps, [b * e]."""
         members = torch.arange(len(scale), dtype=torch.int64, device=scale.device) % self.shape[1]
         total, first = None, 0
         for gradients in self.each.apart():
@@ -298,7 +298,7 @@ class GroupedRecord(Record):
 
     def of_units(self, units: UnitSamples) -> Record:
         return GroupedRecord(
-            self.each.a, self.each.g, units.owners_of(self.owner), self.member, batch=units.count,
+            self.each.a, self.each.g, units.units_of(self.owner), self.member, batch=units.count,
             members=self.shape[1], total=self.total,
         )  # fmt: skip
 
@@ -387,7 +387,7 @@ class ContractionUse(UseRule):
         kwargs = {n: v for n, v in kwargs.items() if n != "out"}
         try:
             found = WRITTEN[name](*args, **kwargs)
-        except (TypeError, KeyError):  # called in a way that is not known here
+        except (TypeError, KeyError):  # an unknown way of calling it
             return None
         if found is None:
             return None
@@ -403,7 +403,7 @@ class ContractionUse(UseRule):
             return False
         tensors = (operands[n] for n in _factors(operands))
         if any(x.layout != torch.strided for x in tensors):
-            return False  # sparse rows: there is no stack of their products
+            return False  # sparse rows: their products cannot be stacked
         if batch_axis is None:
             return _maps_rows(product, operands, private)
         sample = product.out[batch_axis.axis]
@@ -441,7 +441,7 @@ class ContractionUse(UseRule):
 
 
 def _maps_rows(product: Product, operands: Operands, private: list[str]) -> bool:
-    """x [..., d] to out [..., p] by a matrix, whose rows may be anybody's."""
+    """Whether a matrix maps x [..., d] to out [..., p], whose rows may belong to any sample."""
     factors = [n for n in private if n != "bias"]
     if len(product.letters) != 2 or len(factors) > 1 or product.factor != 1 or len(product.out) < 2:
         return False
@@ -465,7 +465,7 @@ def _factors(operands: Mapping[str, Any]) -> list[str]:
 
 
 def _kept(product: Product, number: int, shape: torch.Size, out: torch.Size, sample: str) -> str:
-    """An operand's letters, but for dimensions of size 1 that are broadcast, or could be."""
+    """Returns an operand's letters, except dimensions of size 1 that are broadcast, or could be."""
     sizes = dict(zip(product.out, out, strict=True))
     letters = product.letters[number]
     return "".join(
@@ -499,7 +499,7 @@ def _record(use: UseBackward, product: Product, number: int) -> Record:
 def _by_sample(
     use: UseBackward, letters: str, x: Tensor, sample: str, free: str
 ) -> tuple[str, Tensor]:
-    """The sample's axis first, what is folded into it second; without it where x has none."""
+    """Puts the batch axis first and axes flattened with it second; unchanged if x has none."""
     if sample not in letters:
         return letters, x
     assert use.batch_axis is not None
@@ -512,7 +512,7 @@ def _by_sample(
 def _linear(
     use: UseBackward, grad: tuple[str, Tensor], other: tuple[str, Tensor], sample: str, own: str
 ) -> Record | None:
-    """g [b, t, p] and a [b, t, d] of a weight [p, d] or [d, p]; None where it is none."""
+    """Returns the record of g [b, t, p] and a [b, t, d] for a weight [p, d] or [d, p], else None."""
     (of_g, g), (of_a, a) = grad, other
     if sample not in of_a or set(of_g) & set(of_a) & set(own):
         return None
@@ -543,7 +543,7 @@ def _laid(letters: str, x: Tensor, sample: str, common: Sequence[str], last: str
 
 @register_use("_grouped_mm", "grouped_mm")
 class GroupedUse(UseRule):
-    """A batch of matrices, each for its own rows: rows offs[e - 1] to offs[e] meet matrix e."""
+    """A batch of matrices, each for its own rows: matrix e takes rows offs[e - 1] to offs[e]."""
 
     name = "grouped product"
     routed = True
@@ -583,11 +583,11 @@ class GroupedUse(UseRule):
 def _by_expert(a: Tensor, g: Tensor, expert: Tensor, experts: int) -> Tensor:
     """The sum of a_n g_n^T over each expert's rows, in the accumulation type: [e, d, p].
 
-    Not by the function's own backward: of 16-bit operands that would round the scaled gradients and the
-    sum, by more than the norm tells of. A GPU is not waited for: each expert meets all rows.
+    The function's own backward is not used: for 16-bit operands it would round the scaled gradients and
+    the sum by more than the norm allows. No device is waited for: each expert takes all rows.
 
     Args:
-        a: [n, d]. g: [n, p]. expert: of each row, sorted, int64 [n]; `experts` of none.
+        a: [n, d]. g: [n, p]. expert: of each row, sorted, int64 [n]; `experts` means none.
     """
     a, g = ops.widen(a), ops.widen(g)
     if a.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What layers and uses are alike in, in a backward pass: what is wanted of them, what they leave."""
+"""The common part of layers and uses in a backward pass: wanted parameters and their records."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Contribution(ABC):
 
     Args:
         label, rule: its names in the plan. g: gradient of its output. wanted: names of the parameters
-            that take part. planner, log: how norms are computed, and where that is noted.
-        last_input: what is known of the one that the pass has met last.
+            that take part. planner, log: choose how norms are computed, and record that.
+        last_input: what is known of the last input in the pass.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Contribution(ABC):
         return name in self._names
 
     def record(self, name: str, record: Record) -> None:
-        """Add a contribution to the parameter of this name.
+        """Adds a contribution to the parameter of this name.
 
         Raises:
             GraphError: it is not wanted.
@@ -50,7 +50,8 @@ class Contribution(ABC):
         if name not in self._names:
             raise GraphError(
                 f"{self._named()} records for {name}, but call.wants(name) asked for "
-                f"{', '.join(self._names) or 'nothing'} alone"
+                f"{', '.join(self._names) or 'nothing'} alone. Record only what call.wants.",
+                doc="layer-rule",
             )
         self._recorded.add(name)
         if not self._log.planned(self._label):
@@ -58,31 +59,32 @@ class Contribution(ABC):
         self._take(name, record)
 
     def check_complete(self) -> None:
-        """Refuse a rule that left out a parameter, which would never be trained."""
+        """Raises GraphError if the rule left out a parameter, which would never be trained."""
         if len(self._recorded) < len(self._names):
             missing = sorted(set(self._names) - self._recorded)
             raise GraphError(
-                f"{self._named()} recorded nothing for {', '.join(missing)}; call.record what "
-                "call.wants (fastclip.testing compares all of it with autograd)"
+                f"{self._named()} recorded nothing for {', '.join(missing)}, so it would not be "
+                "trained. Record every parameter that call.wants.",
+                doc="layer-rule",
             )
 
     def _named(self) -> str:
-        return f"the rule {self._rule} of {self._label}"
+        return f"The rule {self._rule} of {self._label}"
 
     @abstractmethod
     def _take(self, name: str, record: Record) -> None:
-        """Hand the contribution to the gradient state."""
+        """Passes the contribution to the gradient state."""
 
     def _may_keep(self, name: str) -> bool:
         """Whether per-sample gradients may be held instead of what they are computed from."""
         return False
 
     def is_alone(self, name: str) -> bool:
-        """Whether the parameter's norm is that of one contribution, of rows that are samples."""
+        """Whether the parameter has one contribution, whose rows are samples."""
         return self._may_keep(name) and self._units() is None
 
     def _units(self) -> UnitSamples | None:
-        """Which rows are clipped as one; None: each alone."""
+        """Returns the privacy units; None: each sample is clipped separately."""
         return None
 
     def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> NormMethod:
@@ -90,7 +92,7 @@ class Contribution(ABC):
         b, t, d = a.shape
         units = self._units()
         if units is not None:
-            each = b // max(1, len(units))  # rows of the layer's that are one of the batch's
+            each = b // max(1, len(units))  # rows of the layer per sample
             b, t = units.count, units.positions(each * t)
         choice = self._planner.linear(
             b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
@@ -121,17 +123,17 @@ class Contribution(ABC):
 
 
 def autocast_operand(x: Tensor) -> Tensor:
-    """`x` in the type in which torch's autocast, if it is on, multiplies it.
+    """Returns `x` in the type in which torch's autocast, if it is on, multiplies it.
 
-    For layers that are products: what is then saved for the backward pass is what was multiplied, as
-    large as torch would save it, and of the type of the output's gradient.
+    It is for layers that are products. The backward pass then saves the operand that was multiplied. It
+    is as large as torch's own, and has the type of the output's gradient.
     """
     kind = multiplied(x)
     return x if kind == x.dtype else x.to(kind)
 
 
 def multiplied(x: Tensor) -> torch.dtype:
-    """The type in which autocast multiplies x."""
+    """Returns the type in which autocast multiplies x."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x.dtype
@@ -139,19 +141,19 @@ def multiplied(x: Tensor) -> torch.dtype:
 
 
 class LastCast:
-    """The input that a forward pass has cast last: layers that are given the same tensor share its copy.
+    """The last cast input of a forward pass, which layers with the same input share.
 
-    Queries, keys and values are: one cast is launched, one copy is saved. Neither tensor is held here.
-    A copy that others could have to wait for, on another stream, is not shared, nor one of a tensor that
-    was changed since. (A change that the tensor's version does not tell, through `.data` or by a kernel
-    that writes to its address, is not seen; autograd does not see it either.)
+    Queries, keys and values then need one cast and one saved copy. Neither tensor is held here. A copy
+    on another stream is not shared, because a layer could have to wait for it. Nor is a copy of a tensor
+    that was changed since. Changes without a new version (through `.data`, or by a kernel that writes to
+    the address) are not seen, by autograd neither.
     """
 
     def __init__(self) -> None:
         self._last: tuple[Hashable, ref[Tensor], ref[Tensor], int] | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """`autocast_operand(x)`; a copy is a leaf of its own, which requires a gradient if x does."""
+        """Returns `autocast_operand(x)`. A copy is a new leaf, which requires a gradient if x does."""
         kind = multiplied(x)
         if kind == x.dtype:
             return x
@@ -168,7 +170,7 @@ class LastCast:
 
 
 def _state(x: Tensor, kind: torch.dtype) -> Hashable:
-    """What the copy of a tensor depends on; None where that cannot be told."""
+    """Returns what the copy of a tensor depends on; None if that is unknown."""
     if type(x) is not Tensor or x.is_inference():
         return None
     address = x.data_ptr()
@@ -179,14 +181,14 @@ def _state(x: Tensor, kind: torch.dtype) -> Hashable:
 
 
 # -------------------------------------------------------------------------------------------------
-# Records of layers that take every row for a sample, where several rows are one sample's.
+# Records of layers that treat each row as a sample, if several rows belong to one sample.
 
 
 class FoldedRecord(Record):
     """A record of b * n rows, for b samples.
 
     Args:
-        record: of the rows. batch_axis: of the samples among them. batch: b.
+        record: of the rows. batch_axis: of the samples in them. batch: b.
     """
 
     def __init__(self, record: Record, batch_axis: BatchAxis, batch: int) -> None:
@@ -219,7 +221,7 @@ class FoldedRecord(Record):
         )
 
     def of_units(self, units: UnitSamples) -> Record:
-        """Of the rows at once: those of a unit are more by those that are folded."""
+        """Returns the record of units, whose rows include those flattened with the batch axis."""
         size = len(self._operands[0])
         rows = self.batch_axis.sample_of_entry(size, self.batch, units.owner.device)
         return self.record.of_units(units.of_entries(rows, size // max(self.batch, 1)))

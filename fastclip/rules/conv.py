@@ -1,8 +1,8 @@
 """Convolutions: the layers, and functions with a kernel of any origin.
 
-On a GPU a convolution is linear maps (fastclip.ops.conv), whose kernels are the fastest and the
-fewest: of its patches, where no pixel is in two of them, or of what the rows of its kernel see. Those
-with groups, and of three dimensions, stay what they are.
+On a GPU a convolution becomes linear maps (fastclip.ops.conv), which have the fastest and fewest
+kernels. They act on its patches if no pixel is in two of them, or else on the inputs of its kernel's
+rows. Convolutions with groups, and of three dimensions, are unchanged.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------
-# A convolution on a GPU: a record for every row of its kernel, each of a linear map.
+# A convolution on a GPU: one record per row of its kernel, each of a linear map.
 #
-# Kernels of linear maps are the fastest and the fewest. A weight's entries are in one of the rows
-# each: squared norms add up.
+# Kernels of linear maps are the fastest and the fewest. Each entry of a weight is in exactly one row,
+# and squared norms add up.
 
 
 class KernelRowsRecord(Record):
@@ -53,7 +53,7 @@ class KernelRowsRecord(Record):
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that the views share, once."""
+        """Bytes of the memory that the views share, counted once."""
         storages = [x.untyped_storage() for x in self._operands]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
@@ -101,7 +101,7 @@ class KernelRowsRecord(Record):
 
 
 def _some(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """As many at a time as a kernel takes."""
+    """Yields as many pairs at a time as a kernel takes."""
     for first in range(0, len(pairs), ops.LAYERS_TOGETHER):
         yield pairs[first : first + ops.LAYERS_TOGETHER]
 
@@ -160,7 +160,7 @@ def _as(x: Tensor, other: Tensor) -> Tensor:
 
 
 def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -> Record:
-    """The record that the planner prefers for a convolution over x [b, c, *space]."""
+    """Returns the record that the planner prefers for a convolution over x [b, c, *space]."""
     kernels = not ops.computes_reference(x) and ops.has_kernel("scaled_sum")
     matrices = kernels and ops.by_matrices(geometry)
     if matrices and geometry.is_apart:
@@ -180,7 +180,7 @@ def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -
 
 
 def zeros_around(module: Any) -> tuple[int, ...] | None:
-    """How many zeros a layer puts on both sides of each axis; None where it pads in another way."""
+    """Returns how many zeros a layer adds on both sides of each axis; None if it pads differently."""
     if module.padding_mode != "zeros":
         return None
     if module.padding == "valid":
@@ -192,12 +192,12 @@ def zeros_around(module: Any) -> tuple[int, ...] | None:
 
 
 def _same(module: Any) -> list[int]:
-    """Of each axis, by how much the kernel makes it shorter."""
+    """Returns by how much the kernel shortens each axis."""
     return [d * (k - 1) for d, k in zip(module.dilation, module.weight.shape[2:], strict=True)]
 
 
 def pad_explicitly(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Apply whatever padding is not a symmetric number of zeros; return the rest as numbers."""
+    """Applies padding that is not a symmetric number of zeros, and returns the rest as numbers."""
     padding = zeros_around(module)
     if padding is not None:
         return x, padding
@@ -210,13 +210,13 @@ def pad_explicitly(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def geometry_of(module: Any, padding: tuple[int, ...]) -> ops.ConvGeometry:
-    """Of a layer whose input has so many zeros around it."""
+    """Returns the geometry of a layer whose input has so many zeros around it."""
     shape, groups = tuple(module.weight.shape), int(module.groups)
     return _geometry(shape, _tuple(module.stride), padding, _tuple(module.dilation), groups)
 
 
 _geometry = functools.lru_cache(maxsize=1024)(ops.ConvGeometry)
-"""Every layer asks for its own in every step; of Python's integers: an equal one serves for them."""
+"""Every layer needs its geometry in every step, and equal ones are shared."""
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ def _tuple(value: Any) -> tuple[int, ...]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Convolutions with a kernel that is computed, shared or used by a module without a rule.
+# Convolutions whose kernel is computed, shared or used by a module without a rule.
 
 
 _OPERANDS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -316,7 +316,7 @@ class ConvUse(UseRule):
 def _padded(
     x: Tensor, padding: Any, dilation: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """The input and the zeros that are still to be added on either side."""
+    """Returns the input and the zeros still to be added on either side."""
     if padding == "valid":
         return x, (0,) * len(kernel)
     if padding != "same":

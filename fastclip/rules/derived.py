@@ -1,8 +1,8 @@
-"""Values computed from parameters alone, the proxy that notices them, and the way back to parameters.
+"""Values computed from parameters alone, and how their gradients go back to the parameters.
 
-Every operation on them runs on leaves of its own, in a graph that no one else sees. A use of a derived
-value leaves its per-sample gradient [b, *shape] there; at the end of the backward pass they go back
-through that graph together, and become per-sample gradients of the parameters.
+Every operation on them runs on separate leaves, in a private graph. A use of a derived value leaves its
+per-sample gradient [b, *shape] there. At the end of the backward pass all of these go back through that
+graph together, and become per-sample gradients of the parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastclip.core.torch_names import (
     tree_leaves,
     tree_map,
 )
-from fastclip.errors import VALUES_IN_LOSSES, GraphError, ParameterLeakError, UnsupportedLayerError
+from fastclip.errors import GraphError, ParameterLeakError, UnsupportedLayerError
 from fastclip.rules.slices import FOLLOWED, Origin, follow, whole
 from fastclip.rules.use import in_place, plain_name
 from fastclip.samples.inputs import parts_of
@@ -45,9 +45,9 @@ class Source:
     interceptor: Intercepts
     graph: DerivedGraph
     value: Tensor
-    """With its history, in the graph of its own."""
+    """With its history, in the separate graph."""
     parameters: set[nn.Parameter]
-    """What it was computed from; one set for a value and its views, through which it may be written."""
+    """The parameters it was computed from. A value and its views share one set: both may be written."""
     label: int
     """The same for the same computation in every forward pass."""
     written: list[Hashable] = field(default_factory=list)
@@ -55,9 +55,9 @@ class Source:
     origin: Origin | None = None
     """Where its entries lie in one parameter, if they do."""
     version: int = 0
-    """Of the value for which that is so."""
+    """The version of the value that `origin` describes."""
     rows: set[Rows] = field(default_factory=set)
-    """Constants whose rows it was computed of, as a probe has seen it."""
+    """Constants whose rows it was computed from, according to the probe."""
 
     def __post_init__(self) -> None:
         self.version = self.value._version
@@ -80,7 +80,7 @@ class DerivedGraph:
         self.leaves: dict[nn.Parameter, Tensor] = {}
 
     def derive(self, func: Callable, args: tuple, kwargs: dict, label: int) -> Any:
-        """The result of `func`, whose tensors are derived values where they have a gradient."""
+        """Returns the result of `func`. Its tensors that need a gradient are derived values."""
         parameters: set[nn.Parameter] = set()
 
         def native(value: Any) -> Any:
@@ -96,8 +96,9 @@ class DerivedGraph:
                 return source.value
             if isinstance(value, Tensor) and value.requires_grad:
                 raise UnsupportedLayerError(
-                    f"{func.__name__} takes a parameter and a tensor that needs a gradient, but its "
-                    "output has no samples, so no per-sample gradient exists; detach that tensor"
+                    f"{func.__name__} takes a parameter and a tensor that needs a gradient, but "
+                    "its output has no samples, so per-sample gradients do not exist. Detach that "
+                    "tensor."
                 )
             return value
 
@@ -141,7 +142,7 @@ class DerivedGraph:
 
     @staticmethod
     def _origins(func: Callable, args: tuple, kwargs: dict, out: Any) -> dict[int, Origin | None]:
-        """Where the values in `out` lie in a parameter, by their number."""
+        """Returns where the values in `out` lie in a parameter, by their number."""
         if plain_name(func) not in FOLLOWED:
             return {}
         private = [x for x in tree_leaves((args, kwargs)) if is_private(x)]
@@ -164,7 +165,7 @@ class DerivedGraph:
     def pull_back(
         self, contributions: list[tuple[GradientEdge, Tensor]]
     ) -> dict[nn.Parameter, Tensor]:
-        """Per-sample gradients [b, *shape] of the parameters.
+        """Returns per-sample gradients [b, *shape] of the parameters.
 
         Args:
             contributions: derived values, and their per-sample gradients [b, *shape].
@@ -189,32 +190,33 @@ class DerivedGraph:
 
 
 def _one_memory(first: Tensor, second: Tensor) -> bool:
-    """A change of the one in place changes the other; of a sparse tensor its values count."""
+    """Whether an in-place change of one changes the other (of a sparse tensor, its values)."""
     return memory_of(parts_of(first)[-1]) == memory_of(parts_of(second)[-1])
 
 
 def check_current(source: Source, graph: DerivedGraph | None) -> None:
-    """Refuse a value of another forward pass, or of parameters that have been frozen since.
+    """Checks that a value belongs to this forward pass, and that its parameters are not frozen since.
 
     Raises:
         GraphError: saying so.
     """
     if source.graph is not graph:
         raise GraphError(
-            "a value computed from parameters alone is used outside the forward pass that computed it "
-            "(kept from an earlier one, or returned by the model): it belongs to no sample there; "
-            "compute it in every forward pass and use it with the batch, or detach it"
+            "A value computed from parameters is used outside the forward pass that computed it, "
+            "where it belongs to no sample. Compute it in every forward pass, or detach it.",
+            doc="untracked-use",
         )
     if not all(parameter.requires_grad for parameter in source.parameters):
         raise GraphError(
-            "a parameter was frozen (requires_grad_(False)) between the computation of a value from it "
-            "and the use of that value in the same forward pass, so its gradient would be lost; freeze "
-            "it before the forward pass, or detach the value"
+            "A parameter was frozen (requires_grad_(False)) after a value was computed from it in "
+            "the same forward pass, so its gradient would be lost. Freeze it before the forward "
+            "pass.",
+            doc="changed-model",
         )
 
 
 def edge_of(derived: Derived) -> GradientEdge:
-    """The derived value as it is now: a later change in place makes it another one."""
+    """Returns the edge of the derived value as it is now, before later changes in place."""
     with Native():
         return get_gradient_edge(derived.source.value)
 
@@ -248,34 +250,35 @@ def _batched(
 
 @contextmanager
 def _unpacked() -> Iterator[None]:
-    """What is saved here is kept as it is: a checkpoint around it would compute it again."""
+    """Keeps saved tensors unchanged. An enclosing checkpoint would recompute them."""
     with saved_tensors_hooks(_packed, _as_it_was):
         yield
 
 
 def _packed(x: Tensor) -> tuple[Tensor, int]:
-    return x.detach(), x._version  # what was saved would hold itself else
+    return x.detach(), x._version  # otherwise a saved tensor would hold itself
 
 
 def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
-    """What was saved; torch compares versions only of what no hooks have packed."""
+    """Returns the saved tensor. With hooks, torch does not compare versions."""
     x, version = packed
     if x._version != version:
         raise GraphError(
-            f"a tensor of shape {list(x.shape)} (a parameter, or a value computed from such) was "
-            "changed in place after another value had been computed from it, whose gradient asks for "
-            "what it was; change a clone of it, or change it after loss.backward()"
+            f"A tensor of shape {list(x.shape)} was changed in place after a value had been "
+            "computed from it, so that value's gradient would be wrong. Change a clone, or change "
+            "it after loss.backward().",
+            doc="changed-tensors",
         )
     return x
 
 
 # -------------------------------------------------------------------------------------------------
-# Parameters and values computed from them, which notice every function that is called with them.
+# Parameters and values computed from them, which see every function called with them.
 #
-# While the model runs, the class of a parameter is PrivateParameter: torch then shows it every
-# function that it is an argument of (`__torch_function__`), wherever that is: in its own module, in
-# another one, in a closure, in a list, in a recomputation. Identity, attributes and memory stay as
-# they are; optimizers, deepcopy and pickle see a parameter.
+# While the model runs, the class of a parameter is PrivateParameter. Torch then passes every function
+# called with it to `__torch_function__`: in its own module, in another one, in a closure, in a list
+# or in a recomputation. Identity, attributes and memory are unchanged. Optimizers, deepcopy and
+# pickle see a parameter.
 
 
 _INTERCEPTOR = "_fastclip_uses"
@@ -296,47 +299,48 @@ class PrivateParameter(nn.Parameter):
 
 
 class Derived(Tensor):
-    """What has been computed from parameters and constants alone: a normalized weight, W + B A.
+    """A value computed from parameters and constants alone, such as a normalized weight or W + B A.
 
-    It requires a gradient, so that a use which nobody noticed is not lost without a word.
+    It requires a gradient. A use that is not intercepted then raises an error.
     """
 
     source: Source
 
     @staticmethod
     def of(value: Tensor, source: Source) -> Derived:
-        """A derived value of these numbers."""
+        """Makes a derived value of these numbers."""
         with Native():
             derived = of_class(Derived, value)
-            Tensor.register_hook(derived, _refuse)
+            Tensor.register_hook(derived, _leaked)
         derived.source = source
         return derived
 
     @staticmethod
     def become(constant: Tensor, source: Source) -> Derived:
-        """A plain tensor of constants, which has been filled with such values."""
+        """Turns a tensor of constants that was filled with such values into a derived one."""
         if constant._is_view() or constant.requires_grad:
             raise UnsupportedLayerError(
-                "a view of a tensor of constants is filled with values of parameters, so that these "
-                "would be lost in the tensor that it is a view of; index the tensor itself, or use "
-                "torch.cat or torch.stack"
+                "A view of a constant tensor is filled with values of parameters, so their "
+                "gradients would be lost. Index the tensor itself, or use torch.cat or "
+                "torch.stack."
             )
         constant.requires_grad_()
-        constant.register_hook(_refuse)
+        constant.register_hook(_leaked)
         constant.__class__ = Derived
         constant.source = source  # type: ignore[attr-defined]
         return constant  # type: ignore[return-value]
 
     def register_hook(self, hook: Any) -> Any:
-        """Refused: there is no gradient of the whole batch that it could be shown.
+        """Raises an error, because no gradient of the whole batch exists that a hook could see.
 
         Raises:
             UnsupportedLayerError: always.
         """
         raise UnsupportedLayerError(
-            "a hook is registered on the gradient of a value computed from parameters alone, which "
-            "would not run: per-sample gradients are clipped without one; remove the hook, and do its "
-            "work in the forward pass (a mask that the value is multiplied by)"
+            "A hook on the gradient of a value computed from parameters would not run, because "
+            "only its per-sample gradients exist. Remove the hook, and do its work in the forward "
+            "pass.",
+            doc="untracked-use",
         )
 
     @classmethod
@@ -346,12 +350,11 @@ class Derived(Tensor):
         return _called(func, args, kwargs or {})
 
 
-def _refuse(gradient: Tensor) -> None:
+def _leaked(gradient: Tensor) -> None:
     raise ParameterLeakError(
-        "a value computed from parameters alone (a normalized weight, a position table) was used where "
-        "it could not be followed (a custom autograd function, a scripted function, a loss outside the "
-        "model), so its gradient would be unclipped; use torch's own functions there, write the layer's "
-        f"rule with @fastclip.rules.register_rule, or freeze these parameters; {VALUES_IN_LOSSES}"
+        "A value computed from parameters is used where fastclip cannot follow it, such as a "
+        "custom autograd function or an outside loss, so its gradient would be unclipped. Use it "
+        "in the model's forward with torch's own functions."
     )
 
 
@@ -411,12 +414,12 @@ _UNSEEN = frozenset(
         "is_same_size",
     ]
 )
-"""Functions of which no gradient comes back."""
+"""Functions without a gradient."""
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes that are views."""
 _KNOWN: dict[Any, bool] = {}
 APART: set[Any] = {torch.autograd.grad}
-"""Functions for which another body than their own runs, or none, without a graph, too."""
+"""Functions that run another body than their own, or none, also without a graph."""
 
 
 def _is_seen(func: Any) -> bool:
@@ -434,8 +437,9 @@ def _called(func: Callable, args: tuple, kwargs: dict) -> Any:
         if interceptor is not None:
             if transformed():
                 raise UnsupportedLayerError(
-                    f"{func.__name__} takes a parameter inside torch.func.vmap, grad or vjp, where its "
-                    "samples cannot be followed; call it outside, on the whole batch"
+                    f"{func.__name__} takes a parameter inside torch.func.vmap, grad or vjp, where "
+                    "fastclip cannot follow its samples. Call it outside, on the whole batch.",
+                    doc="untracked-use",
                 )
             return interceptor.called(func, args, kwargs)
     with Native():
@@ -457,17 +461,17 @@ def _interceptor_of(values: Iterable[Any]) -> Intercepts | None:
 
 
 def is_private(value: Any) -> bool:
-    """A parameter that is intercepted, or a value derived from such."""
+    """Whether this is an intercepted parameter, or a value derived from one."""
     return type(value) in (PrivateParameter, Derived)
 
 
 def parameters_of(value: Any) -> Iterable[nn.Parameter]:
-    """What a private value is, or was computed from."""
+    """Returns the parameters that a private value is or was computed from."""
     return (value,) if type(value) is PrivateParameter else value.source.parameters
 
 
 def detached(value: Any) -> Any:
-    """The numbers of a private value; any other as it is."""
+    """Returns a private value detached, and any other value unchanged."""
     if is_private(value):
         with Native():
             return value.detach()
@@ -476,10 +480,10 @@ def detached(value: Any) -> Any:
 
 @contextmanager
 def intercepted(parameters: Iterable[nn.Parameter], by: Intercepts) -> Iterator[None]:
-    """These parameters notice their uses inside.
+    """Context in which the uses of these parameters are intercepted.
 
     Raises:
-        UnsupportedLayerError: a parameter has a class that does so itself.
+        UnsupportedLayerError: a parameter's class defines `__torch_function__` itself.
     """
     changed: list[nn.Parameter] = []
     try:
@@ -489,9 +493,9 @@ def intercepted(parameters: Iterable[nn.Parameter], by: Intercepts) -> Iterator[
                 continue
             if kind is not nn.Parameter:
                 raise UnsupportedLayerError(
-                    f"a parameter of class {kind.__name__} is used outside a layer with a rule, where "
-                    "only torch.nn.Parameter can be followed; write the layer's rule with "
-                    "@fastclip.rules.register_rule, or freeze it"
+                    f"A parameter of class {kind.__name__} is used outside a layer with a rule, "
+                    "where only torch.nn.Parameter can be followed. Register a layer rule with "
+                    "@fastclip.rules.register_rule, or freeze the parameter."
                 )
             parameter.__dict__[_INTERCEPTOR] = by
             parameter.__class__ = PrivateParameter
@@ -504,10 +508,10 @@ def intercepted(parameters: Iterable[nn.Parameter], by: Intercepts) -> Iterator[
 
 
 # -------------------------------------------------------------------------------------------------
-# Functions of torch that are made of others, so that each function inside is seen by itself.
+# Functions of torch that are composed of others: each function inside is seen separately.
 #
-# Those that ask themselves whether an argument is overridden run as they are, others as `composite`
-# says. Those that take the shape or the type of a tensor alone do not meet its numbers.
+# Those that check for overridden arguments themselves run unchanged, others as `composite` says.
+# Those that read only a tensor's shape or type do not use its values.
 
 
 _COMPOSITE = (F.multi_head_attention_forward,)
@@ -553,17 +557,17 @@ _BODIES: dict[Any, Callable[..., Any]] = {
 def composite(func: Any, body: Callable[..., Any]) -> None:
     """Run `body` for this function.
 
-    Without a graph, too: a checkpoint that computes it again must draw the same random numbers.
+    Also without a graph, because a checkpoint that recomputes it must draw the same random numbers.
 
     Args:
-        body: returns NotImplemented for a call that it does not take apart.
+        body: returns NotImplemented for a call that it does not decompose.
     """
     _BODIES[func] = body
     APART.add(func)
 
 
 def opened(func: Any, args: tuple, kwargs: dict) -> Callable[..., Any] | None:
-    """The body of a composite function; None for any other."""
+    """Returns the body of a composite function, None for any other."""
     if func is F.scaled_dot_product_attention:
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         return _attention if is_private(mask) else None
@@ -574,9 +578,9 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention with a trained bias, whose gradient is that of the scores: no fused one tells it."""
+    """Attention with a trained bias. Its gradient is that of the scores, which no fused kernel gives."""
     if is_causal:
-        raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both")
+        raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both.")
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

@@ -1,6 +1,6 @@
-"""Sums, products, gates, moves of entries: every entry of the output meets one of the parameter.
+"""Sums, products, gates, moves: each entry of the output depends on one entry of the parameter.
 
-The parameter is broadcast over the output; its gradient there, entry by entry, is summed over the
+The parameter is broadcast over the output. Its gradient there, entry by entry, is summed over the
 entries of each sample.
 """
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------
-# Entry-wise gradients, summed over the entries of each sample that one entry of a parameter met.
+# Entry-wise gradients, summed over the entries of each sample that use one entry of a parameter.
 
 
 _CHUNK_BYTES = 1 << 22
-"""Of a product that is summed at once; larger ones go a few samples at a time."""
+"""Bytes of a product that is summed at once; larger ones are summed a few samples at a time."""
 
 
 def aligned(shape: torch.Size | tuple[int, ...], dims: int) -> tuple[int, ...]:
-    """`shape` as it is broadcast to so many dimensions."""
+    """Returns `shape` as broadcast to so many dimensions."""
     return (1,) * (dims - len(shape)) + tuple(shape)
 
 
@@ -39,11 +39,11 @@ def summed_to(
     use: UseBackward, each: Tensor, shape: torch.Size, factor: Tensor | None = None,
     own: tuple[int, ...] | None = None,
 ) -> Tensor:  # fmt: skip
-    """sum of each * factor over what `shape` does not have, for every sample: [b, *shape].
+    """Sums each * factor over the axes that `shape` lacks, per sample: [b, *shape].
 
     Args:
         each: gradients, entry by entry of the output. factor: broadcasts to them; 1 if None.
-        own: `shape` as it lies in the output; aligned to the right if None.
+        own: `shape` in the output; aligned to the right if None.
     """
     batch_axis = use.batch_axis
     own = aligned(shape, each.dim()) if own is None else own
@@ -65,9 +65,9 @@ def summed_to(
 def _summed_rows(
     use: UseBackward, each: Tensor, shape: torch.Size, factor: Tensor | None
 ) -> Tensor:
-    """The same where every row (all axes but the last) may be anybody's, and `shape` is of one row.
+    """Does the same if each row (all axes except the last) may be any sample's; `shape` is a row's.
 
-    Of a number, every entry may be.
+    For a scalar, each entry may.
     """
     wide = ops.widen(each)
     wide = wide if factor is None else wide * factor.to(wide.dtype)
@@ -79,7 +79,7 @@ def _summed_rows(
 
 
 def _rows_like(use: UseBackward, factor: Tensor, each: Tensor) -> Tensor:
-    """The factor's samples along axis 0; size 1 there if it has none."""
+    """Returns the factor with samples along axis 0; size 1 there if it has none."""
     assert use.batch_axis is not None
     factor = factor.view(aligned(factor.shape, each.dim()))
     if factor.shape[use.batch_axis.axis] == each.shape[use.batch_axis.axis]:
@@ -125,7 +125,7 @@ _PRODUCTS = frozenset({"mul", "multiply"})
 
 
 def flat_operands(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:
-    """The leaves of the arguments by their number, and how they are put together again."""
+    """Returns the leaves of the arguments by their number, and the structure to rebuild them."""
     leaves, structure = tree_flatten((args, dict(kwargs)))
     known = {"function": name, "structure": structure, "keywords": tuple(kwargs)}
     return {**{str(i): leaf for i, leaf in enumerate(leaves)}, **known}
@@ -154,7 +154,7 @@ class ElementwiseUse(UseRule):
             return False
         axes = (
             range(out.dim() - 1) if batch_axis is None else [batch_axis.axis]
-        )  # rows may be anybody's
+        )  # rows may belong to any sample
         return (
             out.dim() > 0
             and not out.is_complex()
@@ -198,12 +198,12 @@ def _is_sum(operands: Operands) -> bool:
 # -------------------------------------------------------------------------------------------------
 # Functions that only move entries: cat, stack, repeat, pad, roll, an index, x[:, 0] = p.
 #
-# They are called once more on the numbers of the parameter's entries, and so say which entry of the
-# output is which; its gradient goes there.
+# They are called once more on the indices of the parameter's entries. The result says which entry of
+# the output is which, and its gradient goes there.
 
 
 _MOST = 4
-"""Times as many entries as the output's may be in all samples' gradients; above, they are looked up."""
+"""Maximal entries of all per-sample gradients relative to the output; above, they are looked up."""
 
 
 @register_use(
@@ -216,7 +216,7 @@ _MOST = 4
     "copy", "clone",
 )  # fmt: skip
 class MoveUse(UseRule):
-    """Every entry of the output is one of an operand's, as it is."""
+    """Every entry of the output is an entry of an operand, unchanged."""
 
     name = "move"
     routed = True

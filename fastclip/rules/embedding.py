@@ -26,14 +26,14 @@ ONLY_PLAIN = "max_norm", "scale_grad_by_freq", "sparse"
 
 
 def _check_options(module: Any) -> None:
-    """Refuse what make_private refuses where it has been set since."""
+    """Raises TypeError for unsupported options that were set after make_private."""
     options = [name for name in ONLY_PLAIN if getattr(module, name)]
     if options:
-        raise TypeError(f"{', '.join(options)} is not supported, leave it off")
+        raise TypeError(f"{', '.join(options)} is not supported. Omit it.")
 
 
 def padding_of(module: Any) -> int | None:
-    """The row without a gradient, counted from the first as torch's functions do."""
+    """Returns the row without a gradient, counted from the first as in torch's functions."""
     padding, rows = module.padding_idx, module.weight.shape[0]
     return padding + rows if padding is not None and padding < 0 else padding
 
@@ -84,12 +84,12 @@ class EmbeddingBagRule(LayerRule):
     ) -> tuple[Tensor, Any]:
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             raise UnsupportedLayerError(
-                "EmbeddingBag with per_sample_weights that need a gradient has no per-sample rule; "
-                "detach them, or use nn.Embedding and a weighted sum"
+                "EmbeddingBag with per_sample_weights that need a gradient has no per-sample "
+                "rule. Detach them, or use nn.Embedding and a weighted sum."
             )
         if input.dim() == 2:
             if offsets is not None:
-                raise TypeError("it takes offsets with ids of one dimension only")
+                raise TypeError("offsets expects ids of one dimension, got two.")
             b, t = input.shape
             offsets = torch.arange(0, b * t, max(t, 1), device=input.device)[:b]
             if t == 0:
@@ -137,13 +137,13 @@ class EmbeddingBagRule(LayerRule):
 
 
 def _bag_of_entry(entries: int, offsets: Tensor, bags: int) -> Tensor:
-    """The bag of each of the entries, [n], from the bags' first positions."""
+    """Returns the bag of each entry, [n], from the bags' first positions."""
     position = torch.arange(entries, device=offsets.device)
     return torch.searchsorted(offsets[:bags].contiguous(), position, right=True) - 1
 
 
 class MaxBagRecord(Record):
-    """Feature c of bag b came from row index[b, c]: every entry lands in a cell of its own."""
+    """Feature c of bag b came from row index[b, c]: every entry has a separate cell."""
 
     def __init__(self, index: Tensor, g: Tensor, num_embeddings: int) -> None:
         super().__init__(index, g)
@@ -163,7 +163,7 @@ class MaxBagRecord(Record):
         return table.scatter_add_(1, self.index[:, None], g[:, None])
 
     def of_units(self, units: UnitSamples) -> Record:
-        """Rows of a unit may share cells: these are looked up, one by one."""
+        """Returns the record of units. Samples of a unit may share cells, so each is looked up."""
         d = self.g.shape[1]
         cells = self.index * d + torch.arange(d, dtype=torch.int64, device=self.g.device)
         owner = units.on(self.g.device).repeat_interleave(d)
@@ -216,7 +216,7 @@ class LookupUse(UseRule):
 
 
 def table_ids(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
-    """What is looked up where; None for another kind of index."""
+    """Returns the table and the ids; None for another kind of index."""
     if name == "embedding":
         names = ("ids", "table", "padding", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
         words = {"input": "ids", "weight": "table", "padding_idx": "padding"}
@@ -232,7 +232,7 @@ def table_ids(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | N
 
 
 def looked_up(ids: Tensor, g: Tensor, table: torch.Size, padding: int | None) -> Record:
-    """The record of ids [b, t], none negative, and g [b, t, d] for a table [v, ...] of rows of d."""
+    """Returns the record of ids [b, t] >= 0 and g [b, t, d] for a table [v, ...] with rows of d."""
     padding = padding + table[0] if padding is not None and padding < 0 else padding
     record = LookupRecord.from_dense(ids, g, table[0], padding)
     return record if len(table) == 2 else ViewedRecord(record, table)
@@ -242,6 +242,6 @@ def check_options(name: str, operands: Operands) -> None:
     asked = [option for option in OPTIONS if operands.get(option)]
     if asked:
         raise UnsupportedLayerError(
-            f"F.{name} with {', '.join(asked)} is not supported: it depends on what else the batch "
-            "looks up, or its gradient is sparse, which noise makes dense. Leave it off"
+            f"F.{name} with {', '.join(asked)} is not supported, because it depends on other ids "
+            "of the batch or its gradient is sparse. Omit the option."
         )

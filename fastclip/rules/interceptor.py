@@ -1,7 +1,7 @@
-"""A function is called with a parameter: a use or a derived value, and how it is known again.
+"""Intercepts functions called with a parameter, and identifies uses and derived values.
 
-Calls of one function with the same parameters at one line of code are alike; what they are, and where
-the samples are in what they return, is learnt by the probe (fastclip.samples.learning).
+Calls of one function with the same parameters at one line of code are alike. The probe
+(fastclip.samples.learning) determines what they are, and the batch axes of their outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastclip.core.torch_names import (
     current_task,
     settled,
 )
-from fastclip.errors import VALUES_IN_LOSSES, BatchSizeError, GraphError, UnsupportedLayerError
+from fastclip.errors import BatchSizeError, GraphError, UnsupportedLayerError
 from fastclip.rules.chance import (
     Chance,
     check_repeats,
@@ -65,7 +65,7 @@ from fastclip.samples.probing import Opened, Probe
 from fastclip.samples.state import applied_by
 
 # -------------------------------------------------------------------------------------------------
-# By which the calls of one function are known again, in the next pass and in the probe.
+# Keys that identify the calls of one function, in the next pass and in the probe.
 
 
 _NOT_A_CALLER = (
@@ -75,7 +75,7 @@ _NOT_A_CALLER = (
 
 
 class Key(NamedTuple):
-    """By which a use is known again: function, parameters, place in the code, dimensions of the rest."""
+    """Identifies a use by function, parameters, place in the code and dimensions of the rest."""
 
     label: str
     private: tuple[int, ...]
@@ -95,14 +95,14 @@ class Keys:
         self._keys: dict[Any, Key] = {}
 
     def of(self, func: Callable, private: list[Any], plain: list[Tensor]) -> Key:
-        """The key of a call that is three frames above the one that asks."""
+        """Returns the key of a call three frames above the caller."""
         names, place = self._names, calling_place(4, _NOT_A_CALLER)
         dims = tuple(dict.fromkeys([x.dim() for x in plain]))
         known = (func, place, dims, *[_identity(x) for x in private])
         key = self._keys.get(known)
         if key is None:
             held = sorted({names.get(p, "?") for value in private for p in parameters_of(value)})
-            labels = tuple(  # once each: a list may hold as many as there are rows
+            labels = tuple(  # once each: a list may hold one per sample
                 dict.fromkeys(
                     value.source.label if type(value) is Derived else hash(names.get(value, "?"))
                     for value in private
@@ -119,14 +119,14 @@ def _identity(value: Any) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the probe learns of functions that are called with a parameter: which are uses, and where.
+# What the probe learns about functions called with a parameter: which are uses, and their batch axes.
 
 
 def probed(
     interceptor: Intercepts, probe: Probe, key: Key, func: Callable, args: tuple, kwargs: dict,
     private: list[Any], plain: list[Tensor],
 ) -> Any:  # fmt: skip
-    """What a call returns while the model is probed.
+    """Returns the output of a call while the model is probed.
 
     Args:
         private, plain: the tensors among its arguments.
@@ -134,14 +134,14 @@ def probed(
     layout = probe.layout
     layout.met.add(key)
     layout.users.update(probe.inside[-1:])
-    # what has a gradient stands in a sample's place, if only constants stand there
+    # a tensor with a gradient replaces a sample, if all others are constants
     used = layout.uses.get(key)
     data = [x for x in plain if probe.holds(x) or x.requires_grad]
     if not used:  # a loop may begin with zeros
         used = bool(data)
         if used or plain:
             layout.uses[key] = used
-    # what a rule refuses, it refuses before anything has run
+    # a rule raises its errors before anything has run
     bound = [rule.bind(plain_name(func), args, kwargs) or {} for rule in rules_of(func)]
     if not used:
         if probe.graph is None:
@@ -184,23 +184,23 @@ def probed(
 
 
 def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
-    """A tensor that parameters were written into takes values of the batch: they were uses.
+    """Marks calls as uses if their tensor, filled with parameters, takes values of the batch.
 
     Raises:
-        Opened: so that the run is made again. UnsupportedLayerError: it was no such tensor.
+        Opened: repeats the run. UnsupportedLayerError: it is no such tensor.
     """
     written = target.source.written if type(target) is Derived else []
     if not written:
         raise UnsupportedLayerError(
-            f"{key.label}: a value of parameters is changed in place by values of the batch; "
-            "use the function that returns a new tensor"
+            f"{key.label}: values of the batch change a value of parameters in place, which is "
+            "unsupported. Use the function that returns a new tensor."
         )
     layout.uses |= dict.fromkeys(written, True)
     raise Opened
 
 
 def _rows_met(bound: list[Operands], private: list[Any]) -> set[Rows]:
-    """The constants whose rows are those of the values of parameters that a function gives."""
+    """Returns the constants whose rows are those of the function's output."""
     found = {rows for x in private if type(x) is Derived for rows in x.source.rows}
     for operands in bound:
         product = operands.get("product")
@@ -214,7 +214,7 @@ def _rows_met(bound: list[Operands], private: list[Any]) -> set[Rows]:
 
 
 def _chosen_from(private: list[Any]) -> set[Rows]:
-    """Of these values, the rows that are still there."""
+    """Returns the rows of these values that are still there."""
     values = [x for x in private if type(x) is Derived]
     return {rows for x in values for rows in x.source.rows if rows.number in x.shape}
 
@@ -235,15 +235,15 @@ class _Mark(Function):
 
 
 # -------------------------------------------------------------------------------------------------
-# Reentrant checkpoints, run as torch's others are: as exact, as sparing, and followed.
+# Reentrant checkpoints run as non-reentrant ones: equally exact and sparing, and followed.
 #
-# A reentrant one detaches its arguments and returns values without a history, so that what they
-# were derived from is lost, and no gradient can be asked for through it.
+# A reentrant one detaches its arguments and returns values without a history. Their origin is lost,
+# and no gradient can be taken through it.
 
 
 @contextmanager
 def followed_checkpoints() -> Iterator[None]:
-    """Inside, checkpoints keep the history of values, reentrant or not."""
+    """Context in which checkpoints keep the history of values, reentrant or not."""
     before = CheckpointFunction.apply
 
     def apply(run_function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
@@ -265,10 +265,10 @@ _REPLAY = RecomputeUse()
 
 
 class Interceptor:
-    """Of one private model.
+    """Intercepts the functions called with parameters of one private model.
 
     Args:
-        grad_state: to whom records go.
+        grad_state: takes the records.
     """
 
     def __init__(self, grad_state: UseState) -> None:
@@ -277,17 +277,20 @@ class Interceptor:
         grad_state.calls.intercepting = self.on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Interceptor:
-        raise UnsupportedLayerError("a private model cannot be copied while it runs")
+        raise UnsupportedLayerError(
+            "A private model cannot be copied while it runs. Copy it after the forward pass.",
+            doc="changed-model",
+        )
 
     @contextmanager
     def on(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """These parameters notice their uses inside, whatever kind of checkpoint they are in."""
+        """Context in which the uses of these parameters are seen, in any kind of checkpoint."""
         parameters = list(parameters)
         with intercepted(parameters, self), followed_checkpoints() if parameters else nullcontext():
             yield
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """A function is called with a private value among its arguments."""
+        """Runs a function called with a private value among its arguments."""
         if func is torch.autograd.grad:
             raise self._asked(leaves_of((args, kwargs)))
         body = opened(func, args, kwargs)
@@ -316,8 +319,10 @@ class Interceptor:
             return forward.derived.derive(func, args, kwargs, hash(key))
         if layout is None:
             raise GraphError(
-                f"{key.label} is used outside the model's forward, its methods and its parts, where its "
-                f"samples cannot be told; use it inside one of them: {VALUES_IN_LOSSES}"
+                f"{key.label} is used outside the model's forward, its methods and its parts, "
+                "where fastclip cannot identify samples. Use it in the model's forward, and "
+                "return one loss per sample, of shape [b].",
+                doc="untracked-use",
             )
         out = self._use(layout, forward, key, func, args, kwargs, private)
         forward.reached.add(key)
@@ -327,12 +332,13 @@ class Interceptor:
         return out
 
     def _asked(self, values: list[Any]) -> UnsupportedLayerError:
-        """The forward pass asks for gradients of private values, which no private layer gives."""
+        """Returns the error for a forward pass that takes gradients of private values."""
         found = (p for x in values if is_private(x) for p in parameters_of(x))
         names = dict.fromkeys(self.grad_state.names.get(p, "?") for p in found)
         return UnsupportedLayerError(
-            f"torch.autograd.grad inside forward takes gradients of {', '.join(names)}, which are sums "
-            "over all samples; take them of inputs or hidden values, which are each sample's own"
+            f"torch.autograd.grad inside forward takes gradients of {', '.join(names)}, which are "
+            "sums over all samples. Take gradients of inputs or hidden values instead.",
+            doc="second-backward",
         )
 
     def _here(self, key: Key, plain: bool) -> tuple[BatchLayout | None, Forward, bool]:
@@ -352,12 +358,12 @@ class Interceptor:
         target: Any = args[0] if changes else None
         if changes and is_private(target):
             raise UnsupportedLayerError(
-                f"{key.label}: a value of parameters is changed in place by values of the batch; "
-                "use the function that returns a new tensor"
+                f"{key.label}: values of the batch change a value of parameters in place, which is "
+                "unsupported. Use the function that returns a new tensor."
             )
         out_args, out_kwargs = mapped(detached, (args, kwargs))
         before = target.detach().clone() if changes and _may_need(func, kwargs) else None
-        # torch's functions with a rule draw nothing, and are not called again but by that rule
+        # torch's functions with a rule draw nothing, and only that rule calls them again
         known = is_of_torch(func) and rules_of(func)
         chance = None if known else Chance(func, leaves_of((out_args, out_kwargs)))
         with Native():
@@ -365,7 +371,7 @@ class Interceptor:
         drew = chance is not None and chance.drew()
         tensors = [target] if changes else outputs(out)
         shown = [] if is_of_torch(func) else given(out, target)
-        tapped: dict[int, Tensor] = {}
+        hooked: dict[int, Tensor] = {}
         # a checkpoint that runs again repeats a turn: no gradient comes to it there
         turns = key in layout.turns and batch_axis is None and current_task() == -1
         taker = forward.turn(key, key.label) if turns else None
@@ -393,18 +399,18 @@ class Interceptor:
             if batch_axis is None:
                 call.taker = taker
                 self._follow(layout, forward, key, call)
-            result = call.tap(tensor)
+            result = call.hooked(tensor)
             if call.routing is not None:
                 call.number = call.routing.watch(result)
-            tapped[id(tensor)] = result
+            hooked[id(tensor)] = result
         if changes:
-            return None if out is None else tapped[id(target)]
-        return mapped(lambda x: tapped.get(id(x), x) if isinstance(x, Tensor) else x, out)
+            return None if out is None else hooked[id(target)]
+        return mapped(lambda x: hooked.get(id(x), x) if isinstance(x, Tensor) else x, out)
 
     def _checked(
         self, layout: BatchLayout, forward: Forward, key: Key, batch_axis: BatchAxis, out: Tensor
     ) -> BatchAxis | None:
-        """Where the samples are in this output.
+        """Returns the batch axis of this output.
 
         Raises:
             BatchSizeError: it cannot hold them.
@@ -417,8 +423,8 @@ class Interceptor:
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is None and key in layout.batch_axes:
             raise BatchSizeError(
-                f"{key.label}: its output of shape {list(out.shape)} cannot hold {batch} samples along "
-                f"axis {layout.batch_axes[key].axis}; keep the batch along one axis"
+                f"{key.label}: its output of shape {list(out.shape)} cannot hold {batch} samples "
+                f"along axis {layout.batch_axes[key].axis}. Keep the batch along one axis."
             )
         return found
 
@@ -459,7 +465,7 @@ class Interceptor:
             return Target(value.detach(), parameters, source.graph, edge, source.lies)
 
     def _follow(self, layout: BatchLayout, forward: Forward, key: Key, call: UseCall) -> None:
-        """Rows that are moved: the module that runs around them will tell whose they are."""
+        """Lets the enclosing module that moves rows identify their samples in the backward pass."""
         routers = layout.routers.get(key, ())
         for path, routing in forward.routings:
             if not routers or path in routers:  # the innermost; of one never met, of any
@@ -467,7 +473,7 @@ class Interceptor:
 
 
 def _is_number(x: Tensor) -> bool:
-    """An index or a size: what it is taken from may be known by it, but nothing is computed with it."""
+    """Whether this is an index or a size: it may identify a call, but enters no computation."""
     return not x.dim() and not x.is_floating_point() and not x.is_complex()
 
 
@@ -486,7 +492,7 @@ def _rule(
     whole: bool,
 ) -> tuple[UseRule, Operands]:
     name = plain_name(func)
-    # of complex numbers the rules know nothing: a product's gradient takes the other's conjugate
+    # rules do not cover complex numbers: a product's gradient takes the other factor's conjugate
     for rule in rules_of(func) if whole and not out.is_complex() else []:
         operands = rule.bind(name, args, kwargs)
         if operands is None or (batch_axis is None and not rule.routed):

@@ -38,8 +38,8 @@ class LinearRule(LayerRule):
         own = module.weight
         weight = autocast_operand(own)
         out = _not_a_view(F.linear(x, weight, module.bias))
-        # The weight in the type in which it was multiplied, as torch's own layer saves it: it is cast
-        # once a step.
+        # The weight in the type in which it was multiplied, as torch's own layer saves it. It is cast
+        # once per step.
         return out, (x if own.requires_grad else None, weight if x.requires_grad else None)
 
     def backward(self, call: LayerCall) -> Tensor | None:
@@ -77,7 +77,7 @@ class TransposedLinearRule(LinearRule):
 
 
 def _of_bias(call: Plans, record: Record | None, rows: Tensor) -> Record:
-    """Of sum_t g [b, p], for g [b, t, p]; later, where a kernel takes it with the weight's norm."""
+    """Returns the record of sum_t g [b, p] for g [b, t, p], joined with the weight's if possible."""
     if record is not None and record.together and call.is_alone("weight"):
         return BiasRecord(record.together)
     return KeptRecord(ops.wide_sum(rows, 1))
@@ -86,14 +86,14 @@ def _of_bias(call: Plans, record: Record | None, rows: Tensor) -> Record:
 def linear_record(
     call: Plans, a: Tensor, g: Tensor, name: str = "weight", *, transposed: bool = False
 ) -> Record:
-    """The record that the planner prefers for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
+    """Returns the planner's record for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
     return record_of(call.plan_linear(a, g, name), call, a, g, transposed=transposed)
 
 
 def record_of(
     choice: NormMethod, call: Plans, a: Tensor, g: Tensor, *, transposed: bool = False
 ) -> Record:
-    """The record of a [b, t, d] and g [b, t, p] in the way that the planner has chosen."""
+    """Returns the record of a [b, t, d] and g [b, t, p] for the planner's choice."""
     keep = choice.keep
     if keep and not choice.of_units:
         pair = (g, a) if transposed else (a, g)
@@ -105,16 +105,15 @@ def record_of(
 
 
 def _not_a_view(out: Tensor) -> Tensor:
-    # With a bias, F.linear returns a view of its own result, which autograd would not let a
-    # following layer change in place. Of what torch.compile traces, it loses the gradients of views of
-    # `out.data`.
+    # With a bias, F.linear returns a view of its own result. Autograd would not let a following
+    # layer change it in place. torch.compile loses the gradients of views of `out.data`.
     if isinstance(out, Invented):
         return out.reshape(out.shape)
     return out.data if out._is_view() else out
 
 
 def by_position(x: Tensor) -> Tensor:
-    """x [b, ..., n] as [b, t, n]."""
+    """Returns x [b, ..., n] as [b, t, n]."""
     if x.dim() == 3:
         return x
     return x.reshape(x.shape[0], torch.Size(x.shape[1:-1]).numel(), x.shape[-1])
@@ -126,7 +125,7 @@ def by_position(x: Tensor) -> Tensor:
 
 @register_rule(SequenceBias)
 class SequenceBiasRule(LayerRule):
-    """[t, b, d] -> [t + 1, b, d], or [b, t, d] -> [b, t + 1, d] where the module is batch-first."""
+    """[t, b, d] -> [t + 1, b, d], or [b, t, d] -> [b, t + 1, d] if the module is batch-first."""
 
     name = "sequence_bias"
 

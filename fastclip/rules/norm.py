@@ -72,7 +72,7 @@ class LayerNormRule(_NormRule):
 
 
 def _same_rows(rows: Tensor, x: Tensor) -> bool:
-    """The samples lie in x as they are, so that the gradient of `rows` is that of x."""
+    """Whether the samples lie unchanged in x: the gradient of `rows` is then that of x."""
     return rows.shape == x.shape and rows.stride() == x.stride()
 
 
@@ -133,7 +133,7 @@ class GroupNormRule(LayerRule):
         return x if self.keeps(x) else x.to(dtype).contiguous(), extra
 
     def keeps(self, x: Tensor) -> bool:
-        """Whether x goes in as it is: where a kernel is for its format, and in torch's on a CPU."""
+        """Whether x is passed unchanged: if a kernel takes its format, and in torch's on a CPU."""
         if ops.computes_reference(x):
             return x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last)
         return ops.channels_last(x)
@@ -165,7 +165,7 @@ class GroupNormRule(LayerRule):
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormRule(GroupNormRule):
-    """InstanceNorm without running statistics: GroupNorm with one channel a group."""
+    """InstanceNorm without running statistics: GroupNorm with one channel per group."""
 
     name = "instance_norm"
 
@@ -177,7 +177,7 @@ class InstanceNormRule(GroupNormRule):
 
 
 # -------------------------------------------------------------------------------------------------
-# Normalizations with a weight and a bias of their own: two reductions, as in the layers.
+# Normalizations with a separate weight and bias: two reductions, as in the layers.
 
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -204,7 +204,7 @@ _FUNCTIONS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     ),
     "prelu": lambda x: x["input"].clamp_max(0),
 }
-"""What is multiplied by the weight."""
+"""The factor of the weight."""
 
 
 @register_use(*_ARGUMENTS)
@@ -224,7 +224,7 @@ class NormUse(UseRule):
         if not given.keys() <= known or not isinstance(given.get("input"), Tensor):
             return None
         if given.get("training") or (name == "instance_norm" and not given["use_input_stats"]):
-            return None  # statistics of the batch, which couple it; running ones of an instance
+            return None  # batch statistics couple samples; or running ones of an instance
         return {**given, "function": name}
 
     def fits(
@@ -260,7 +260,7 @@ class NormUse(UseRule):
 
 
 def _lies(function: str, shape: torch.Size, dims: int) -> tuple[int, ...]:
-    """The weight's shape as it lies in the output: trailing dimensions, or channels along axis 1."""
+    """Returns the weight's shape in the output: trailing dimensions, or channels along axis 1."""
     if function in ("layer_norm", "rms_norm") or shape.numel() == 1 or dims < 2:
         return aligned(shape, dims)
     return (1, shape.numel(), *[1] * (dims - 2))

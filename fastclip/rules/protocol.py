@@ -1,8 +1,8 @@
 """The protocol of a layer's rule, and which rule a module has.
 
-A rule is three things: a forward pass that says what to save, a backward pass that returns the
-input's gradient and records each parameter's contribution, and the name under which it appears in
-`engine.plan()`. It never sees clipping strategies, optimizers or other layers.
+A rule has a forward pass, which says what to save, and a backward pass. The backward pass returns the
+input's gradient and records the contribution of each parameter. The rule's name appears in
+`engine.plan()`. A rule never sees clipping strategies, optimizers or other layers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fastclip.rules.records import KeptRecord, Record
 # -------------------------------------------------------------------------------------------------
 # Whether a module still computes what its rule was written for.
 #
-# torch's layers can be customised without a `forward` of one's own: by overriding a method that it
-# goes through (`_conv_forward`), by a property in the place of a weight, or for one module alone,
-# by an attribute. A rule does not see any of it.
+# torch's layers can be customized without overriding `forward`: by a method that it calls
+# (`_conv_forward`), by a property instead of a weight, or for a single module by an attribute.
+# A rule sees none of this.
 
 
 _HARMLESS = {
@@ -47,19 +47,19 @@ _HARMLESS = {
 _ACCESS = ("__getattr__", "__getattribute__")
 
 _PARAMETERS = frozenset({"weight", "bias"})
-"""What else has such a name is found before a module's parameter."""
+"""An attribute of such a name is found before a module's parameter."""
 _FORWARD = {"forward"}
-"""Every private layer has one of its own, from fastclip."""
+"""Every private layer has its own, from fastclip."""
 
 MARKS = frozenset({"_fastclip", "_fastclip_part"})
 """A module that has one of these has a forward from fastclip."""
 OWN = "_fastclip_own"
-"""What such a module had as `forward` of its own before that, if it had one."""
+"""The module's own `forward` before that, if it had one."""
 
 
 def own_forward(module: Any) -> Any:
-    """The forward that was set on the object itself (`model.forward = ...`), and computes what the
-    class's does not; else None."""
+    """Returns the forward that was set on the object itself (`model.forward = ...`) and differs from the
+    class's, else None."""
     held = module.__dict__
     found = held.get("forward")
     if not MARKS.isdisjoint(held):
@@ -72,7 +72,7 @@ def own_forward(module: Any) -> Any:
 class Originals:
     """What the forward pass of a class may go through: its methods, and how attributes are found.
 
-    No Snapshot, for other classes are held against it: subclasses, which may do something else.
+    It is not a Snapshot, because subclasses are compared with it, and these may behave differently.
     """
 
     def __init__(self, code: dict[str, Any]) -> None:
@@ -80,11 +80,11 @@ class Originals:
         self.read = attrgetter(*code)
         """All of it, as a class has it."""
         self.names = frozenset(code) - _FORWARD
-        """None of which a module has of its own."""
+        """A module itself has none of these."""
 
 
 def originals(cls: type) -> Originals:
-    """What a class does when it is first met."""
+    """Records what a class does when it is first used."""
     names = {
         name
         for base in _own_bases(cls)
@@ -95,8 +95,8 @@ def originals(cls: type) -> Originals:
     return Originals({name: getattr(cls, name) for name in (*sorted(names), *_ACCESS)})
 
 
-def customised(module: Any, cls: type, known: Originals) -> list[str]:
-    """Names of what `module` does otherwise than `cls` did when its rule was registered.
+def customized(module: Any, cls: type, known: Originals) -> list[str]:
+    """Returns names of what `module` does differently from `cls` at the registration of its rule.
 
     Args:
         module: of the class `cls`, or of a subclass. known: `originals(cls)` at that time.
@@ -110,7 +110,7 @@ def customised(module: Any, cls: type, known: Originals) -> list[str]:
 
 
 def unchanged(module: Any, own: type, known: Originals) -> bool:
-    """The class has what it had, and the module nothing of its own; every layer asks in every step."""
+    """Whether the class is unchanged and the module overrides nothing. Runs for each layer and step."""
     try:
         return known.names.isdisjoint(module.__dict__) and all(
             map(is_, known.read(own), known.code.values())
@@ -120,7 +120,7 @@ def unchanged(module: Any, own: type, known: Originals) -> bool:
 
 
 def are_unchanged(modules: Collection[Any], own: type, known: Originals) -> bool:
-    """`unchanged` of many modules of one class, without a line of Python for each."""
+    """`unchanged` for many modules of one class, without a Python loop."""
     try:
         code = all(map(is_, known.read(own), known.code.values()))
     except AttributeError:
@@ -143,7 +143,7 @@ def _own_bases(cls: type) -> list[type]:
 
 
 def _is_code(value: Any) -> bool:
-    """A method or a property; a class method is made anew whenever it is looked up."""
+    """Whether this is a method or a property. A class method is made anew at each access."""
     return not isinstance(value, classmethod) and (callable(value) or hasattr(value, "__get__"))
 
 
@@ -154,7 +154,7 @@ class Plans(Protocol):
     """How the norms of a contribution are computed.
 
     Attributes:
-        last_input: what is known of the one that the pass has met last.
+        last_input: what is known of the last input in the pass.
     """
 
     last_input: ops.LastInput
@@ -163,7 +163,7 @@ class Plans(Protocol):
         """The planner's choice for a [b, t, d] and g [b, t, p]."""
 
     def is_alone(self, name: str) -> bool:
-        """Whether the parameter's norm is that of one contribution, of rows that are samples."""
+        """Whether the parameter has one contribution, whose rows are samples."""
 
     def plan_conv(
         self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
@@ -172,7 +172,7 @@ class Plans(Protocol):
 
 
 class LayerCall(Plans, Protocol):
-    """What the backward pass of a rule may see and do; the book-keeping stands behind it.
+    """What the backward pass of a rule may see and do; the gradient state implements it.
 
     Attributes:
         g: gradient of the layer's output. saved: what its forward saved. extra: the rest of the
@@ -191,7 +191,7 @@ class LayerCall(Plans, Protocol):
         """Whether the parameter of this name takes part in the backward pass."""
 
     def samples(self, x: Tensor) -> Tensor:
-        """`x` with one row a sample, in the order of the batch, along axis 0."""
+        """`x` with samples along axis 0, in the order of the batch."""
 
     def record(self, name: str, record: Record) -> None:
         """Add a contribution to the parameter of this name."""
@@ -202,7 +202,7 @@ class LayerRule(ABC):
 
     name = "layer"
     parameter_names: tuple[str, ...] = ("weight", "bias")
-    """The parameters that the rule answers for; those of a module with others are followed by use."""
+    """The parameters that the rule covers. If a module has others, all are followed by their uses."""
     multiplies = False
     """The layer is a product with its input: `forward` gets it in the type that autocast multiplies."""
     counts_samples = False
@@ -214,13 +214,13 @@ class LayerRule(ABC):
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         """Split the call into the tensor that carries samples and everything else.
 
-        Runs under autograd, so it may pad or cast the input, or make one tensor of several inputs:
-        what needs a gradient and is among everything else would not get any, and is refused.
+        Runs under autograd, so it may pad or cast the input, or make one tensor of several inputs.
+        Tensors among everything else would not get a gradient: one that needs it raises an error.
         """
         if len(args) + len(kwargs) != 1:
             raise TypeError(
-                f"{type(module).__name__}.forward takes one tensor, got {len(args)} positional and "
-                f"{len(kwargs)} keyword arguments"
+                f"{type(module).__name__}.forward expects one tensor, got {len(args)} positional and "
+                f"{len(kwargs)} keyword arguments."
             )
         return (args[0] if args else next(iter(kwargs.values()))), None
 
@@ -228,30 +228,30 @@ class LayerRule(ABC):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The layer's output, and a tuple of tensors that `backward` needs. Runs without autograd."""
+        """Returns the layer's output and the tensors that `backward` needs. Runs without autograd."""
 
     @abstractmethod
     def backward(self, call: LayerCall) -> Tensor | None:
-        """Record every contribution that `call.wants`; return the input's gradient or None."""
+        """Records every contribution that `call.wants`, and returns the input's gradient or None."""
 
     def axis(self, module: Any) -> int | None:
-        """The axis of the input that holds the samples where the layer prescribes it, else None."""
+        """Returns the batch axis of the input if the layer prescribes it, else None."""
         return None
 
 
 Matcher = str | type
 _RULES: dict[Matcher, LayerRule] = {}
 _ORIGINALS: dict[type, Originals] = {}
-"""What each class did when its rule was registered, or first found by name."""
+"""The state of each class when its rule was registered, or first found by name."""
 R = TypeVar("R", bound=type[LayerRule])
 
 
 def register_rule(*types: Matcher) -> Callable[[R], R]:
     """Class decorator: use this rule for these module types.
 
-    A type may be given as its qualified name ("package.module.Class"), so that a library need not
-    be installed to have a rule. A rule matches the exact type, and subclasses that override neither
-    `forward` nor a method or attribute that it may go through.
+    A type may be given as its qualified name ("package.module.Class"): the library need not be
+    installed. A rule matches the exact type. It also matches subclasses that override neither
+    `forward` nor a method or attribute that `forward` may use.
 
     Examples:
         >>> @register_rule(MyScale)
@@ -271,14 +271,16 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
 
 
 def registered_rule(module: Any) -> LayerRule | None:
-    """The rule that was registered for `module`, or None where it does anything in a way of its own."""
+    """Returns the rule registered for `module`, or None if the module differs from its class."""
     cls, rule = _matching(module)
     own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
     if cls is None or rule is None or not own.keys() <= set(rule.parameter_names):
         return None
-    if len({*map(id, own.values())}) < len(own):  # weight and bias in one: a record would be of one
+    if len({*map(id, own.values())}) < len(
+        own
+    ):  # weight and bias are one parameter, and a record covers one
         return None
-    return None if is_parametrized(module) or customised(module, cls, _ORIGINALS[cls]) else rule
+    return None if is_parametrized(module) or customized(module, cls, _ORIGINALS[cls]) else rule
 
 
 def is_registered(cls: type) -> bool:
@@ -286,22 +288,22 @@ def is_registered(cls: type) -> bool:
     return cls in _RULES or f"{cls.__module__}.{cls.__qualname__}" in _RULES
 
 
-def check_customised(module: Any) -> None:
-    """Raise if a module that has a rule has been given methods of its own since."""
+def check_customized(module: Any) -> None:
+    """Raises TypeError if methods of a module with a rule were replaced since make_private."""
     own = type(module)
     if own in _RULES and unchanged(module, own, _ORIGINALS[own]):
         return  # nearly all, in every call
     cls, _ = _matching(module)
-    changed = [] if cls is None else customised(module, cls, _ORIGINALS[cls])
+    changed = [] if cls is None else customized(module, cls, _ORIGINALS[cls])
     if changed:
         raise TypeError(
             f"{', '.join(changed)} have been replaced since make_private, which chose the rule of "
-            f"the original {type(module).__name__}; call make_private after the change"
+            f"the original {type(module).__name__}. Call make_private after the change."
         )
 
 
 def all_unchanged(cls: type, modules: Collection[Any]) -> bool:
-    """Whether none of these modules of a class has been given methods of its own."""
+    """Whether no method of these modules of a class was replaced."""
     known = _ORIGINALS.get(cls)
     return known is not None and are_unchanged(modules, cls, known)
 
@@ -321,19 +323,19 @@ def _matching(module: Any) -> tuple[type | None, LayerRule | None]:
 # Layers for whose class the user has registered a grad sampler with Opacus.
 #
 # `opacus.grad_sample.register_grad_sampler(Layer)` takes a function of the layer, its inputs and
-# its output's gradient, which returns samples' gradients. It is honored for layers that cannot be
-# followed, as one with an autograd.Function of the user's own; that is not known before, so for all
-# without a rule.
+# its output's gradient, and returns per-sample gradients. It is needed for layers that cannot be
+# followed, such as one with the user's own autograd.Function. These are not known in advance, so it
+# is used for every layer without a rule.
 
 
 Sampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
-_HOW = "Return {parameter: gradients [samples, *parameter.shape]} for every trained parameter"
+_HOW = "Return {parameter: gradients [samples, *parameter.shape]} for every trained parameter."
 
 
 def find_rule(module: Any) -> LayerRule | None:
-    """The rule of `module`: one that was registered, else by the grad sampler of exactly its class.
+    """Returns the rule of `module`, or a rule from the grad sampler of exactly its class.
 
-    None where it has none, or does anything in a way of its own.
+    None if it has neither, or differs from its class.
     """
     if own_forward(module) is not None:
         return None
@@ -341,9 +343,9 @@ def find_rule(module: Any) -> LayerRule | None:
 
 
 def _by_sampler(module: nn.Module) -> SamplerRule | None:
-    """None without a grad sampler, and for those that Opacus ships.
+    """Returns None without a grad sampler, and for those that Opacus ships.
 
-    A layer whose parts are trained, too, is followed: what they contribute the sampler does not say.
+    A layer whose submodules are trained too is followed: the sampler does not cover these.
     """
     kind = type(module)
     sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
@@ -360,7 +362,7 @@ class _Called(NamedTuple):
     """The rest of a call.
 
     Attributes:
-        graph: the layer's own, as its input and its output, where there is one.
+        graph: input and output of the layer's own graph, if it has one.
     """
 
     args: tuple
@@ -369,10 +371,10 @@ class _Called(NamedTuple):
 
 
 class SamplerRule(LayerRule):
-    """Sample b's gradients are what the sampler gives of x_b and g_b.
+    """The rule of a grad sampler, which computes sample b's gradients from x_b and g_b.
 
-    The layer runs as it is; the gradient of its input is of its own backward. The sampler is trusted,
-    as the rule of a user is; `fastclip.testing.check_rule` compares it with autograd.
+    The layer runs unchanged, and its own backward computes the input's gradient. The sampler is
+    trusted, like a user's rule. `fastclip.testing.check_rule` compares it with autograd.
     """
 
     name = "grad_sampler"
@@ -382,9 +384,7 @@ class SamplerRule(LayerRule):
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         if not args or not all(isinstance(x, Tensor) for x in args):
-            raise TypeError(
-                "its grad sampler is given positional inputs, which must all be tensors"
-            )
+            raise TypeError("its grad sampler expects positional inputs that are all tensors.")
         return args[0], _Called(args[1:], kwargs, [])
 
     def forward(self, module: Any, x: Tensor, extra: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -393,7 +393,8 @@ class SamplerRule(LayerRule):
             out = type(module).forward(module, own, *extra.args, **extra.kwargs)
         if not isinstance(out, Tensor):
             raise TypeError(
-                f"its grad sampler is given the gradient of one tensor, got {type(out).__name__}"
+                "its grad sampler expects a layer that returns one tensor, got "
+                f"{type(out).__name__}"
             )
         if out.requires_grad:
             extra.graph[:] = own, out
@@ -416,7 +417,7 @@ class SamplerRule(LayerRule):
         (x,) = call.saved
         g, inputs = call.samples(call.g), [call.samples(x), *self._others(call, x)]
         each = g.shape[1] if g.dim() > call.g.dim() else 0
-        """Rows of the layer's that are one sample's, where they are folded into one axis."""
+        """Rows of the layer per sample, if samples are flattened with other axes."""
         if each:
             g, *inputs = (rows.flatten(0, 1) for rows in (g, *inputs))
         with Native():
@@ -430,40 +431,41 @@ class SamplerRule(LayerRule):
 
     @staticmethod
     def _others(call: LayerCall, x: Tensor) -> list[Tensor]:
-        """Further positional inputs, which Opacus hands on as they are."""
+        """Returns further positional inputs, which Opacus passes unchanged."""
         others = list(call.extra.args)
         if others and call.samples(x) is not x:
             raise _broken(
-                call, "is called with several inputs, whose samples are not the rows of the first",
-                "Write its rule with @fastclip.rules.register_rule",
+                call, "is called with several inputs, but its samples do not lie along axis 0",
+                "Register a rule with @fastclip.rules.register_rule.",
             )  # fmt: skip
         return others
 
     @staticmethod
     def _check(call: LayerCall, found: Any, wanted: dict[str, nn.Parameter], rows: int) -> None:
-        """What the sampler has returned is of the layer's parameters, and of each sample."""
+        """Checks that the sampler returned gradients of the layer's parameters, for each sample."""
         if not isinstance(found, Mapping):
             raise _broken(call, f"returned a {type(found).__name__}", _HOW)
         known = set(call.module._parameters.values())
         if any(key not in known for key in found):
-            raise _broken(call, "returned gradients of what is no parameter of the layer", _HOW)
+            raise _broken(call, "returned gradients of keys that are not its parameters", _HOW)
         for name, parameter in wanted.items():
             own = found.get(parameter)
             if not isinstance(own, Tensor):
                 raise _broken(call, f"returned no gradients of {name}", _HOW)
             if own.shape != (rows, *parameter.shape):
                 raise _broken(
-                    call, f"returned gradients of {name} of shape {[*own.shape]}, where "
-                    f"{[rows, *parameter.shape]} is expected", _HOW,
+                    call, f"returned gradients of {name} of shape {[*own.shape]} instead of "
+                    f"{[rows, *parameter.shape]}", _HOW,
                 )  # fmt: skip
 
 
 def _kept_here() -> AbstractContextManager[Any]:
-    """What the layer's own graph saves stays in it: a checkpoint runs the whole layer again."""
+    """Keeps tensors saved by the layer's graph, because a checkpoint runs the whole layer again."""
     if saving_hooks(False) is None:
         return nullcontext()
     return saved_tensors_hooks(Tensor.detach, lambda kept: kept)
 
 
-def _broken(call: LayerCall, what: str, way_out: str) -> GraphError:
-    return GraphError(f"{where(call.path, call.module)}: its grad sampler {what}. {way_out}")
+def _broken(call: LayerCall, what: str, fix: str) -> GraphError:
+    text = f"{where(call.path, call.module)}: its grad sampler {what}. {fix}"
+    return GraphError(text, doc="layer-rule")

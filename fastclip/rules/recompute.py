@@ -1,11 +1,11 @@
-"""Per-sample recomputation, the fallback: the function's own backward, once for each sample.
+"""Per-sample recomputation, the fallback: the function's own backward, once per sample.
 
-Sample i's gradient is what comes back where only its entries of the output's gradient are kept. That
-needs nothing but to know whose these entries are; it costs one backward of the function a sample.
+To get sample i's gradient, only its entries of the output's gradient are kept. This needs only the
+sample of each entry. It costs one backward of the function per sample.
 
-Random numbers are those of the first call: generators are put back to where they stood. A function that
-is not torch's may draw from others, so it is compared: all of its outputs with those of the first call,
-and the sum of its samples' gradients with that of the batch.
+Random numbers are those of the first call: generators are restored. A function that is not torch's may
+draw from other generators. So all of its outputs are compared with those of the first call, and the sum
+of its per-sample gradients with the gradient of the batch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 Gradient = Callable[..., Any]
-"""As torch.autograd.grad."""
+"""The same signature as torch.autograd.grad."""
 
 _MOST_BYTES = 2**26
-"""Of the gradients of all samples together; what is larger goes one sample at a time."""
+"""Bytes of the gradients of all samples together; larger ones are computed one sample at a time."""
 
 
 class RecomputeUse(UseRule):
@@ -52,9 +52,9 @@ class RecomputeUse(UseRule):
 
     @staticmethod
     def _finite(use: UseBackward, wanted: list[str], owner: Tensor) -> list[Tensor]:
-        """Gradients of every sample; where one sample's numbers are not finite, the others' are theirs.
+        """Returns per-sample gradients. Non-finite values of one sample do not affect the others.
 
-        Where a sample's gradient is masked, 0 times an infinite operand would be NaN in all of them.
+        In a masked gradient, 0 times an infinite operand would be NaN for every sample.
         """
         if not use.batch:
             return [_zeros(use[name], 0) for name in wanted]
@@ -114,13 +114,12 @@ def _zeros(like: Tensor, *rows: int) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A gradient, or an operand: autograd gives sparse gradients of sparse operands."""
+    """Returns a gradient or operand as dense: autograd gives sparse gradients of sparse operands."""
     return x if x.layout == torch.strided else x.to_dense()
 
 
 # -------------------------------------------------------------------------------------------------
-# Sums of rows of a table: F.embedding_bag and torch.embedding_bag, replayed like any other
-# function.
+# Sums of rows of a table: F.embedding_bag and torch.embedding_bag, recomputed like any function.
 
 
 _BAG = ("ids", "table", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
@@ -129,7 +128,7 @@ _TORCHS_BAG = ("table", "ids", "offsets", "scale_grad_by_freq", "mode", "sparse"
 
 @register_use("embedding_bag")
 class BagUse(RecomputeUse):
-    """Sums of such entries, whose gradients follow from their own bag alone."""
+    """Sums of such entries, whose gradients depend only on their own bag."""
 
     def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:
         whole = args and isinstance(args[0], Tensor) and not args[0].is_floating_point()

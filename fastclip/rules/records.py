@@ -1,12 +1,12 @@
-"""What a use leaves for one parameter: enough for each sample's norm, then for the clipped sum.
+"""Records of contributions to a parameter: enough for per-sample norms and the clipped sum.
 
-A record belongs to one parameter and one call of one layer. It answers three questions: the
-squared norm of every sample's gradient, the weighted sum of these gradients, and, where uses of
-different kinds share a parameter, the gradients themselves.
+A record belongs to one parameter and one call of one layer. It gives the squared norm of every
+sample's gradient and the weighted sum of these gradients. If uses of different kinds share a
+parameter, it also gives the gradients themselves.
 
-Where a gradient cancels within its sample, two ways to compute it differ by far more than the norm
-of what is left. A norm from Grams is raised by more than that; one of the gradients themselves is
-not, and bounds the sum only if that adds up the same numbers, computed in the same way.
+If a gradient cancels within its sample, two ways to compute it differ by far more than the norm of
+the rest. A norm from Grams is raised by more than that. A norm of the gradients themselves is not: it
+bounds the sum only if the sum adds the same numbers, computed in the same way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from fastclip.ops.units import Layout, UnitSamples
 
 
 def written_to() -> GraphError:
-    """What a norm was taken of is not what would be summed."""
+    """Returns the error for a tensor that changed between its norm and its clipped sum."""
     return GraphError(
-        "an activation or output gradient was modified in place between the backward pass "
-        "and the clipped sum, so the recorded norm no longer bounds the contribution; do "
-        "not change tensors of the forward pass before loss.backward() has returned"
+        "An activation or output gradient was modified in place between the backward pass and the "
+        "clipped sum, so its recorded norm is wrong. Do not change tensors of the forward pass "
+        "before loss.backward() returns.",
+        doc="changed-tensors",
     )
 
 
@@ -38,16 +39,16 @@ class Record(ABC):
     """One contribution to one parameter's gradient, for the b samples of a batch."""
 
     instantiates = False
-    """The norms are of the gradients themselves, which `clipped_sum` then adds up."""
+    """Norms are those of the gradients themselves, which `clipped_sum` then adds."""
 
     def __init__(self, *operands: Tensor) -> None:
         self._operands = operands
         self._versions = [*map(version_of, operands)]
 
     def check_unmodified(self) -> None:
-        """Raise if an operand was changed in place since the norm was taken.
+        """Raises GraphError if an operand was changed in place after its norm was taken.
 
-        A record is made in every call of a layer, so it keeps bare versions, as a use and sums do.
+        Each call of a layer makes a record. It keeps only versions, as uses and sums do.
         """
         if [*map(version_of, self._operands)] != self._versions:
             raise written_to()
@@ -58,48 +59,48 @@ class Record(ABC):
         return sum(x.numel() * x.element_size() for x in self._operands)
 
     def merge(self, other: Record) -> Record | None:
-        """One record for this contribution and `other` to the same parameter, or None."""
+        """Returns one record for this contribution and `other` to the same parameter, or None."""
         return None
 
     def settled(self) -> Record:
-        """Itself, with nothing that waits for what else the pass computes."""
+        """Returns itself, with nothing that waits for later parts of the pass."""
         return self
 
     @property
     def together(self) -> Any:
-        """The LinearRecord whose norm and sum a kernel computes with those of others, or None."""
+        """Returns the LinearRecord that a kernel computes together with others, or None."""
         return None
 
     @abstractmethod
     def norm_sq(self) -> Tensor:
-        """Squared norms of the samples' gradients, [b]."""
+        """Returns squared norms of the per-sample gradients, [b]."""
 
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
-        """The same, or what it is made of, to be finished with that of other layers.
+        """Returns the same, or its parts, to be finished together with other layers.
 
         Args:
-            last_input: what is known of the one that the pass has met last.
+            last_input: what is known of the last input in the pass.
         """
         return self.norm_sq()
 
     @abstractmethod
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        """sum_b scale_b times sample b's gradient, in the parameter's shape; scale is [b]."""
+        """Returns sum_b scale_b times sample b's gradient, in the parameter's shape; scale is [b]."""
 
     @abstractmethod
     def per_sample(self) -> Tensor:
-        """The gradients themselves, [b, *parameter shape]."""
+        """Returns the gradients themselves, [b, *parameter shape]."""
 
     def apart(self) -> Iterator[Tensor]:
-        """The gradients themselves, some samples after the other: the same numbers each time."""
+        """Yields the gradients themselves, some samples at a time, with the same numbers each time."""
         yield self.per_sample()
 
     def margin(self) -> Tensor | None:
-        """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
+        """Returns the rounding margin of the norms of `per_sample`, [b]; None for given gradients."""
         return None
 
     def of_units(self, units: UnitSamples) -> Record:
-        """The same with units for samples: a unit's gradient is the sum of its rows'."""
+        """Returns the record of privacy units: a unit's gradient is the sum over its samples."""
         margin = self.margin()
         return KeptRecord(
             units.total(self.per_sample()), None if margin is None else units.total(margin)
@@ -107,14 +108,14 @@ class Record(ABC):
 
 
 def norm_apart(record: Record) -> Tensor:
-    """Squared norms [b] of the gradients that `apart` gives, raised by what rounding can hide."""
+    """Returns squared norms [b] of the gradients that `apart` yields, raised by the rounding margin."""
     parts = [ops.row_norm_sq(gradients) for gradients in record.apart()]
     norm_sq, margin = parts[0] if len(parts) == 1 else torch.cat(parts), record.margin()
     return norm_sq if margin is None else (norm_sq.sqrt() + margin).square()
 
 
 def join(records: list[Record], record: Record) -> None:
-    """Add a contribution to those of the same parameter: to the first that it makes one record with."""
+    """Adds a contribution to a parameter's records, merged with the first possible one."""
     for i, held in enumerate(records):
         merged = held.merge(record)
         if merged is not None:
@@ -127,8 +128,7 @@ class KeptRecord(Record):
     """Per-sample gradients that were computed outright, [b, *parameter shape].
 
     Args:
-        hidden: what rounding can hide of their norms, [b], or these norms with it; None where they
-            are as given.
+        hidden: rounding margin of their norms, [b], or these norms with it; None for given ones.
     """
 
     def __init__(self, gradients: Tensor, hidden: Tensor | ops.ProductNorm | None = None) -> None:
@@ -165,7 +165,7 @@ class KeptRecord(Record):
 
     @property
     def as_given(self) -> bool:
-        """Nothing of their norms is hidden."""
+        """Whether their norms need no rounding margin."""
         return self._hidden is None
 
     def margin(self) -> Tensor | None:
@@ -173,8 +173,8 @@ class KeptRecord(Record):
 
 
 class PartedRecord(KeptRecord):
-    """Per-sample gradients with their norms, some samples after the other: a large piece of memory
-    would not find room among what is freed meanwhile."""
+    """Per-sample gradients with their norms, in pieces of some samples: a large block would not fit into
+    memory that is freed meanwhile."""
 
     def __init__(self, parts: Sequence[Tensor], norm: ops.ProductNorm) -> None:
         Record.__init__(self, *parts)
@@ -192,7 +192,7 @@ class PartedRecord(KeptRecord):
 
 
 def kept_record(parts: Sequence[Tensor], norm: ops.ProductNorm) -> KeptRecord:
-    """The record of gradients that `ops.kept_gradients` has computed."""
+    """Returns the record of gradients that `ops.kept_gradients` has computed."""
     return KeptRecord(parts[0], norm) if len(parts) == 1 else PartedRecord(parts, norm)
 
 
@@ -200,7 +200,7 @@ class InstantiatedRecord(KeptRecord):
     """Per-sample gradients [b, *parameter shape] whose norms were taken as they were computed.
 
     Args:
-        norm_sq: squared norms, [b], raised by what rounding can hide of them.
+        norm_sq: squared norms, [b], raised by their rounding margin.
     """
 
     def __init__(self, norm_sq: Tensor, gradients: Tensor) -> None:
@@ -264,19 +264,19 @@ class ViewedRecord(Record):
 
 
 # -------------------------------------------------------------------------------------------------
-# Records of rows, taken as records of the units that the rows belong to.
+# Records of samples, used as records of the privacy units that they belong to.
 #
-# A unit's gradient is a sum over its rows' positions: laid along them, its rows are one sample with
-# more positions, whose norm the rows' own rules know, cross terms included. The clipped sum is that
-# of the rows, each at its unit's scale.
+# A unit's gradient is a sum over the positions of its samples. Concatenated along them, its samples
+# are one sample with more positions, whose norm the layer's rule knows, cross terms included. The
+# clipped sum is that of the samples, each with its unit's scale.
 
 
 class LaidRecord(Record):
-    """A record whose rows can be laid along positions."""
+    """A record whose samples can be concatenated along positions."""
 
     @abstractmethod
     def laid(self, layout: Layout) -> Sequence[Record]:
-        """A record of the units of every run."""
+        """Returns a record of the units of every run."""
 
     keep = False
     """The units' gradients may be held instead of the record."""
@@ -287,11 +287,11 @@ class LaidRecord(Record):
 
 
 class UnitRecord(Record):
-    """The sums over the rows of units, of a record of rows.
+    """The sums over the samples of each unit, from a record of samples.
 
     Args:
-        rows: their record. units: which rows belong together.
-        whole: the same in one record of units, where there is one.
+        rows: the record of samples. units: which samples belong together.
+        whole: the same as one record of units, if there is one.
     """
 
     def __init__(self, rows: LaidRecord, units: UnitSamples, whole: Record | None = None) -> None:
@@ -343,13 +343,13 @@ class UnitRecord(Record):
         )
 
     def layout(self, others: Sequence[UnitRecord] = ()) -> Layout:
-        """How this record's rows, and those of others of the same units, are laid out."""
+        """Returns how the samples of this record, and of others of the same units, are laid out."""
         device: torch.device = self._operands[0].device
         return self.units.layout(device, self.nbytes + sum(other.nbytes for other in others))
 
 
 def added(sums: Iterable[Tensor]) -> Tensor:
-    """The sum of clipped sums, one at a time."""
+    """Adds clipped sums, one at a time."""
     return reduce(torch.add, sums)
 
 
@@ -359,7 +359,7 @@ def _gathered(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def of_one_kind(records: Sequence[Record]) -> list[UnitRecord] | None:
-    """These records, if all are of rows of the same units."""
+    """Returns these records if all are of samples of the same units, else None."""
     found = [r for r in records if isinstance(r, UnitRecord)]
     if len(found) < len(records) or len({id(r.units) for r in found}) != 1:
         return None
@@ -385,10 +385,10 @@ __all__ = [
 
 
 class LinearRecord(LaidRecord):
-    """A linear map of a [b, t, d] with g [b, t, p]: g_b^T a_b, transposed where weights are [d, p].
+    """A linear map of a [b, t, d] with g [b, t, p]: g_b^T a_b, transposed if weights are [d, p].
 
     Args:
-        ghost: its norm is taken from Grams. keep: where samples are units, their gradients are held.
+        ghost: its norm is taken from Grams. keep: gradients of units are held.
     """
 
     def __init__(
@@ -414,7 +414,7 @@ class LinearRecord(LaidRecord):
 
     @property
     def kind(self) -> Hashable:
-        """In what records are alike that a kernel takes together."""
+        """The common properties of records that a kernel takes together."""
         if self._kind is None:
             of_each = [(x.shape, x.stride(), x.dtype, x.device) for x in (self.a, self.g)]
             self._kind = (self.transposed, *of_each)
@@ -430,11 +430,11 @@ class LinearRecord(LaidRecord):
         return not self.ghost
 
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Input and gradient of the map whose weight's gradient, not transposed, this is."""
+        """Returns input and output gradient of the map for the weight that is not transposed."""
         return (self.g, self.a) if self.transposed else (self.a, self.g)
 
     def turned(self) -> LinearRecord:
-        """The same for a weight of which this record's is the transpose."""
+        """Returns the same record for the transposed weight."""
         return LinearRecord(self.a, self.g, ghost=self.ghost, transposed=not self.transposed)
 
     def per_sample(self) -> Tensor:
@@ -457,7 +457,7 @@ class LinearRecord(LaidRecord):
 
 
 class BiasRecord(Record):
-    """The bias of a linear map: sum_t g for g [b, t, p], of one read with the norm of its weight."""
+    """The bias of a linear map: sum_t g for g [b, t, p], read once with the norm of its weight."""
 
     def __init__(self, linear: LinearRecord) -> None:
         super().__init__(linear.g)
@@ -521,7 +521,7 @@ class ConvRecord(LaidRecord):
 
 
 class UnitConvRecord(Record):
-    """A convolution over the n rows of each unit, x [u, n, c, *space] and g [u, n, o, *out]."""
+    """A convolution over the n samples of each unit, x [u, n, c, *space] and g [u, n, o, *out]."""
 
     def __init__(self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, *, ghost: bool) -> None:
         super().__init__(x, g)
@@ -551,7 +551,7 @@ class UnitConvRecord(Record):
 class LookupRecord(LaidRecord):
     """Rows looked up in a table: entry j took row ids[j] for sample[j] and received g[j].
 
-    `per_sample_count` is t where the entries are those of ids [b, t] in order, else None (ragged).
+    `per_sample_count` is t if the entries are those of ids [b, t] in order, else None (ragged).
     """
 
     def __init__(
@@ -567,14 +567,14 @@ class LookupRecord(LaidRecord):
     def from_dense(
         cls, ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None
     ) -> LookupRecord:
-        """From ids [b, t] and g [b, t, d]."""
+        """Makes the record from ids [b, t] and g [b, t, d]."""
         return cls(
             *ops.flatten_lookup(ids, g), batch_size=ids.shape[0], num_embeddings=num_embeddings,
             padding_idx=padding_idx, per_sample_count=ids.shape[1],
         )  # fmt: skip
 
     def merge(self, other: Record) -> Record | None:
-        """The entries of both: uses of one table may cancel, and are summed before any rounding."""
+        """Joins the entries: uses of one table may cancel, and are summed before any rounding."""
         if isinstance(other, UnitRecord) and other.whole is not None:
             other = other.whole
         if not isinstance(other, LookupRecord) or other.batch_size != self.batch_size:
@@ -584,7 +584,7 @@ class LookupRecord(LaidRecord):
         padding = self.padding_idx
         if padding == other.padding_idx:
             g, added = self.g, other.g
-        else:  # without either's padding, none is left to skip
+        else:  # the entries exclude both paddings, so none is left to skip
             g, added, padding = self._without_padding(), other._without_padding(), None
         counts = (self.per_sample_count, other.per_sample_count)
         if None in counts or not self.batch_size:
@@ -619,16 +619,16 @@ class LookupRecord(LaidRecord):
         return table.view(b, v, self.g.shape[-1])
 
     def dense(self) -> tuple[Tensor, Tensor] | None:
-        """(ids [b, t], g [b, t, d] with padding rows zeroed), or None where samples are ragged."""
+        """Returns (ids [b, t], g [b, t, d] with padding rows zeroed), or None if samples are ragged."""
         if self.per_sample_count is None or not self.batch_size:
             return None
         shape = (self.batch_size, self.per_sample_count)
         return self.ids.view(shape), self._without_padding().view(*shape, -1)
 
     def of_units(self, units: UnitSamples) -> Record:
-        """Entries say whose they are; in their places in the rows they are kept for `tied_norm`."""
+        """Returns the record of units. Entries keep their positions in the samples for `tied_norm`."""
         whole = LookupRecord(
-            self.ids, units.owners_of(self.sample), self.g, batch_size=units.count,
+            self.ids, units.units_of(self.sample), self.g, batch_size=units.count,
             num_embeddings=self.num_embeddings, padding_idx=self.padding_idx,
         )  # fmt: skip
         ragged = self.per_sample_count is None or not self.batch_size

@@ -1,10 +1,10 @@
-"""torch's recurrent layers: two ordinary products a layer and direction, around the fused kernel.
+"""torch's recurrent layers: two standard products per layer and direction, around the fused kernel.
 
-The kernel runs over the input's share of the gates, which F.linear has computed, with an identity in
-that product's place. So what comes back there is the gradient G of the gates themselves, and sample i's
-gradient of W_hh is that of a product with the states before: sum over its steps of G_t h_{t-1}^T (of a
-GRU's n gate, r_t G_t in G_t's place). The rows of a packed sequence are taken in their places in the
-padded batch, so that its samples lie where they lie in the model's other layers.
+F.linear computes the input's share of the gates. The kernel runs over it, with an identity instead of
+that product. Its backward returns the gradient G of the gates themselves. Sample i's gradient of W_hh is
+that of a product with the previous states: the sum over its steps of G_t h_{t-1}^T. For a GRU's n gate,
+r_t G_t replaces G_t. The rows of a packed sequence are moved to their positions in the padded batch,
+where the model's other layers have their samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------
-# torch's recurrent cells, and LSTMs with a projection: step by step, their products by themselves.
+# torch's recurrent cells, and LSTMs with a projection: step by step, with separate products.
 
 
 def _lstm_cell(
@@ -78,7 +78,7 @@ def projected(
 
     Args:
         gates: the input's share at every step, [b, 4 * hidden]. h: [b, p]. c: [b, hidden].
-        alive: whether each sequence has this step, [b, 1]; None where all have.
+        alive: whether each sequence has this step, [b, 1]; None if all have.
 
     Returns:
         The states h after every step; the last h and c of every sequence.
@@ -107,10 +107,10 @@ sorted_by: ContextVar[Tensor | None] = ContextVar("sorted_by", default=None)
 
 
 class _Memory:
-    """What a run of the kernel leaves for the backward pass of the gates, in their layout.
+    """What a run of the kernel keeps for the backward pass of the gates, in their layout.
 
     Args:
-        reset: weight and bias by which the states enter a GRU's r gate; of other layers None.
+        reset: weight and bias of the states in a GRU's r gate; None for other layers.
     """
 
     def __init__(self, reset: tuple[Tensor, Tensor | None] | None) -> None:
@@ -120,10 +120,10 @@ class _Memory:
         self.before: Tensor | None = None
         """The states that each step starts from."""
         self.constant = False
-        """Nothing of the batch is in the gates."""
+        """The gates do not depend on the batch."""
 
     def take(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """What W_hh was multiplied with, and the gradient of that product, from the gates' own."""
+        """Returns the other factor of W_hh and that product's gradient, from the gates' gradient."""
         gates, before = self.gates, self.before
         assert gates is not None
         assert before is not None
@@ -140,20 +140,20 @@ class _Memory:
 
 
 class _Even:
-    """A batch whose sequences are all of one length, [t, b, d]."""
+    """A batch of sequences of one length, [t, b, d]."""
 
     def inward(self, x: Tensor, reverse: bool) -> Tensor:
-        """`x` in the order in which its steps are taken."""
+        """Returns `x` in the order of its steps."""
         return x.flip(0) if reverse else x
 
     outward = inward
 
     def run(self, kernel: Callable, gates: Tensor, states: Any, weights: list[Tensor]) -> Any:
-        """One layer and direction of torch's own kernel."""
+        """Runs one layer and direction of torch's own kernel."""
         return kernel(gates, states, weights, len(weights) > 2, 1, 0.0, True, False, False)
 
     def before(self, start: Tensor, out: Tensor) -> Tensor:
-        """The states before each step: `start` [1, b, d], then `out` without the last."""
+        """Returns the states before each step: `start` [1, b, d], then `out` without the last."""
         return torch.cat([start, out[:-1]])
 
     def project(self, gates: Tensor, states: Sequence[Tensor], *weights: Any) -> Any:
@@ -164,7 +164,7 @@ class _Even:
 
 
 class _Packed:
-    """The rows [n, d] of a PackedSequence, step by step, of sequences that are sorted by length.
+    """The rows [n, d] of a PackedSequence, step by step, with sequences sorted by length.
 
     Args:
         rows: n. sizes: of the batch at every step, on the CPU. order: see `sorted_by`.
@@ -192,7 +192,7 @@ class _Packed:
         return x[self.turned] if reverse else x
 
     def padded(self, x: Tensor) -> Tensor:
-        """Rows [n, d] as [b, t, d], with zeros behind each sequence's end."""
+        """Returns rows [n, d] as [b, t, d], with zeros after each sequence's end."""
         zeros = x.new_zeros(self.batch * self.steps, x.shape[1])
         return zeros.index_copy(0, self.slot, x).view(self.batch, self.steps, -1)
 
@@ -212,7 +212,7 @@ class _Packed:
         return rows, h[self.order][None], c[self.order][None]
 
     def _unsorted(self, x: Tensor) -> Tensor:
-        """[1, b, ...], sorted by length, in the order of the padded batch."""
+        """Puts [1, b, ...], sorted by length, into the order of the padded batch."""
         return torch.empty_like(x[0]).index_copy(0, self.order, x[0])
 
 
@@ -220,7 +220,7 @@ Rows = _Even | _Packed
 
 
 class _Remember(Function):
-    """The identity on what the kernel returned; its backward comes before that of the gates."""
+    """The identity on the kernel's outputs; its backward comes before that of the gates."""
 
     @staticmethod
     def forward(
@@ -240,10 +240,10 @@ class _Remember(Function):
 
 
 def hidden_gates(gates: Tensor, weight: Tensor, bias: Tensor | None, memory: _Memory) -> Tensor:
-    """The gates as they are: where the states' share W_hh h_{t-1} + b_hh will be added to them."""
+    """Returns the gates unchanged: the states' share W_hh h_{t-1} + b_hh will be added to them."""
     if has_torch_function((weight, bias)):
         return handle_torch_function(hidden_gates, (weight, bias), gates, weight, bias, memory)
-    leaves = (weight, bias) if torch.is_grad_enabled() else ()  # as values are that are derived
+    leaves = (weight, bias) if torch.is_grad_enabled() else ()  # like derived values
     memory.constant = any(x is not None and x.requires_grad for x in leaves)
     return gates
 
@@ -288,7 +288,7 @@ def _record_routed(use: UseBackward, before: Tensor, g: Tensor) -> None:
 
 
 def _layers(kernel: Callable, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """A call of the kernel, layer by layer."""
+    """Runs the kernel layer by layer."""
     packed = isinstance(args[3], Sequence)
     rest = args[2:] if packed else args[1:]
     states, weights, biases, layers, dropout, training, bidirectional, *batch_first = rest
@@ -308,7 +308,7 @@ def _layers(kernel: Callable, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             w_ih, w_hh, *own = own
             b_ih, b_hh, *own = own if biases else (None, None, *own)
             gates = F.linear(rows.inward(x, reverse), w_ih, b_ih)
-            if is_private(gates):  # nothing of the batch comes in
+            if is_private(gates):  # the input does not depend on the batch
                 return NotImplemented
             start = tuple(s[number : number + 1] for s in states)
             if own:
@@ -332,7 +332,7 @@ def _recurrence(
     kernel: Callable, rows: Rows, gates: Tensor, start: Sequence[Tensor], w_hh: Tensor,
     b_hh: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The kernel over the gates of one layer and direction: outputs, and the states at the end."""
+    """Runs the kernel over the gates of one layer and direction, and returns outputs and last states."""
     followed = is_private(w_hh) or is_private(b_hh)
     memory = _Memory(_reset(w_hh, b_hh) if kernel is torch.gru else None)
     if followed:
@@ -345,7 +345,7 @@ def _recurrence(
 
 
 def _instead(w_hh: Tensor, b_hh: Tensor | None) -> list[Tensor]:
-    """The kernel's weights, where its input is the share of the gates."""
+    """Returns the kernel's weights for an input that is the share of the gates."""
     identity = torch.eye(len(w_hh), dtype=w_hh.dtype, device=w_hh.device)
     if b_hh is None:
         return [identity, detached(w_hh)]

@@ -1,9 +1,9 @@
 """A parameter used more than once, or in parts: a sample's gradient is the sum over the uses.
 
-Cross terms count, so norms cannot be added. Linear uses are concatenated along t (look-ups and kept
-gradients are one record by now), a table tied to an output head takes the gathered cross product,
-and anything else is instantiated and added. Clipped sums are linear in the gradients: each record
-gives its own, but where the joint norm is of the gradients themselves (see `record`).
+Cross terms count, so norms cannot be added. Linear uses are concatenated along t. Look-ups and kept
+gradients are one record by now. A table tied to an output head takes the gathered cross product.
+Anything else is instantiated and added. Clipped sums are linear in the gradients: each record gives
+its own, unless the joint norm is of the gradients themselves (see `records`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fastclip.rules.records import (
 
 
 def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
-    """Squared norms [b] of the summed gradients that `records` contribute to one parameter."""
+    """Returns squared norms [b] of the summed gradients that `records` contribute to one parameter."""
     return joint_record(records, planner).norm_sq()
 
 
 def joint_record(records: Sequence[Record], planner: Planner) -> Record:
-    """One record of all that `records` contribute to one parameter.
+    """Returns one record of all contributions in `records` to one parameter.
 
     Raises:
         GraphError: an operand was changed in place since it was recorded.
@@ -67,8 +67,8 @@ def joint_record(records: Sequence[Record], planner: Planner) -> Record:
 
 
 def _viewed_alike(records: Sequence[Record]) -> list[ViewedRecord] | None:
-    """These, if all are records in another shape, and in the same one, of linear maps of one size: two
-    views of a parameter may have nothing in common but its entries."""
+    """Returns `records` if all are linear maps of one size in one other shape, else None: two views of a
+    parameter may share only its entries."""
     viewed = [r for r in records if isinstance(r, ViewedRecord)]
     kinds = {(r.shape, _sizes(r.record)) for r in viewed}
     alike = len(viewed) == len(records) and len(kinds) == 1 and None not in next(iter(kinds))
@@ -76,7 +76,7 @@ def _viewed_alike(records: Sequence[Record]) -> list[ViewedRecord] | None:
 
 
 def _sizes(record: Record) -> tuple[int, ...] | None:
-    """Of the matrix of a linear map, as it is or of units; None for other records."""
+    """Returns the size of a linear map's matrix (of samples or units), None for other records."""
     rows = record.rows if isinstance(record, UnitRecord) else record
     return tuple(x.shape[2] for x in rows.pair()) if isinstance(rows, LinearRecord) else None
 
@@ -100,7 +100,7 @@ class _Together(Record):
 
 
 class _GhostsTogether(_Together):
-    """Linear uses: for their Grams they are laid along t."""
+    """Linear uses, concatenated along t for their Grams."""
 
     def norm_sq(self) -> Tensor:
         return ops.ghost_norm_concat(
@@ -148,10 +148,10 @@ class _UnitsTogether(_Together):
 
 
 class InstantiatedTogether(_Together):
-    """The gradients themselves, added: what was left of them is what is summed.
+    """The gradients themselves, added. Their norms and the clipped sum use the same numbers.
 
-    Those of the records are taken one by one: where large ones cancel, what is left may be rounding,
-    of each by its size.
+    The margins of the records are added: if large gradients cancel, the rest may be rounding, in
+    proportion to each gradient's size.
     """
 
     instantiates = True
@@ -179,7 +179,7 @@ class InstantiatedTogether(_Together):
             yield added(record.per_sample() for record in records)
 
     def _pieces(self) -> Iterator[list[Record]]:
-        """The records of a few samples after the other, where they can be cut; else all of them."""
+        """Yields the records of a few samples at a time if they can be cut, else all of them."""
         whole = [_cuttable(record) for record in self.records]
         cuttable = [record for record in whole if record is not None]
         if len(cuttable) < len(whole):
@@ -192,7 +192,7 @@ class InstantiatedTogether(_Together):
 
 
 class _Cut(NamedTuple):
-    """A record that can be had of some of its samples, of gradients of so many entries."""
+    """A record that can be cut by samples, with the size of a gradient in entries."""
 
     samples: int
     entries: int
@@ -218,13 +218,13 @@ def _cuttable(record: Record) -> _Cut | None:
 
 
 def _alike(records: Sequence[Record]) -> bool:
-    """All transposed or none, and of the same types: they can be laid along t."""
+    """Whether all or none are transposed, with equal types: they can be concatenated along t."""
     linear = [r for r in records if isinstance(r, LinearRecord)]
     return len({(r.transposed, r.a.dtype, r.g.dtype) for r in linear}) == 1
 
 
 def _ghost(uses: Sequence[tuple[Tensor, Tensor]], planner: Planner) -> bool:
-    """Whether the planner takes Grams for the uses laid along t."""
+    """Whether the planner takes Grams for the uses concatenated along t."""
     (b, _, d), (_, _, p) = uses[0][0].shape, uses[0][1].shape
     t, first = sum(a.shape[1] for a, _ in uses), uses[0][0]
     size = first.element_size()
@@ -261,7 +261,7 @@ class Geometry(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The place of the last entry."""
+        """The position of the last entry."""
         pairs = zip(self.size, self.stride, strict=True)
         return self.offset + sum((n - 1) * s for n, s in pairs)
 
@@ -273,7 +273,7 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(part: Tensor, whole: Tensor) -> Geometry:
-    """`part` is a view of the contiguous tensor `whole`; dimensions of size 1 say nothing."""
+    """Returns the geometry of `part`, a view of the contiguous `whole`; dimensions of 1 are ignored."""
     size = tuple(part.shape)
     stride = tuple(s if n > 1 else 0 for n, s in zip(size, part.stride(), strict=True))
     return Geometry(size, stride, int(part.storage_offset() - whole.storage_offset()))
@@ -299,7 +299,7 @@ class RegionsRecord(Record):
 
     @cached_property
     def _apart(self) -> dict[Geometry, Record] | None:
-        """The parts, one record each; None if they have common entries."""
+        """Returns the parts with one record each; None if they have common entries."""
         by_part: dict[Geometry, list[Record]] = {}
         for geometry, record in self.parts:
             join(by_part.setdefault(geometry, []), record)
@@ -309,13 +309,13 @@ class RegionsRecord(Record):
 
     @cached_property
     def _added(self) -> Record:
-        """The parts' gradients themselves, added."""
+        """Returns the sum of the parts' gradients."""
         return InstantiatedTogether(
             [RegionsRecord(self.shape, [part], self.planner) for part in self.parts]
         )
 
     def norm_sq(self) -> Tensor:
-        """Parts without a common entry: their norms are added. The same part: its records are."""
+        """Adds the norms of parts without a common entry, and the records of the same part."""
         if self._apart is None:
             return self._added.norm_sq()
         norms = [record.norm_sq() for record in self._apart.values()]

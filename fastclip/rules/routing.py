@@ -1,9 +1,9 @@
-"""Whose a row is where the model moves rows about: read from the gradient, in every backward pass.
+"""Finds the sample of each row if the model moves rows, from the gradient of each backward pass.
 
-Inside a mixture of experts, rows of a batch are gathered, sorted and put back as their values say. What
-comes out of the whole module has its samples in their places again. There, gradients of sample i are
-scaled by a power of two of its own and sent through the module once more; the ratio says whose every
-row inside is (fastclip.samples.batch_axis).
+A mixture of experts gathers, sorts and puts back rows of a batch depending on their values. The output
+of the whole module has a batch axis again. There, gradients of sample i are scaled by its own power of
+two and sent through the module once more. The ratio identifies the sample of each row inside
+(fastclip.samples.batch_axis).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fastclip.samples.batch_axis import NOBODY, BatchAxis, coded_by
 from fastclip.trace.tracer import all_aside
 
 _BASE = 16
-"""Samples that one pass tells apart, by factors of 2^-8 to 2^7."""
+"""Samples that one pass distinguishes, by factors of 2^-8 to 2^7."""
 _NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 _NEAR_HALF = 2.0**-5
-"""How far from a power of two a ratio may be: on a GPU gradients may be added up in another order."""
+"""Distance of a ratio from a power of two: on a GPU gradients may be added in another order."""
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6}
 _ROUNDING_HALF = 1e-3
-"""Of the largest entry: what of several samples is below has canceled but for rounding (the maximum
-that a softmax subtracts), and contributes nothing."""
+"""Relative to the largest entry: a smaller entry of several samples has canceled up to rounding (as
+the maximum that a softmax subtracts), and contributes nothing."""
 
 
 class Routing:
-    """One call of a module inside which rows are moved.
+    """One call of a module that moves rows inside.
 
     Args:
         batch: samples.
@@ -44,12 +44,12 @@ class Routing:
         self._codes: list[tuple[Tensor | None, ...]] = []
 
     def watch(self, out: Tensor) -> int:
-        """The owners of this tensor's rows will be asked for, by the number returned."""
+        """Registers a tensor whose samples will be asked for, and returns its number."""
         self._edges.append(get_gradient_edge(out))
         return len(self._edges) - 1
 
     def leave(self, outputs: list[Tensor], batch_axes: list[BatchAxis]) -> list[Tensor]:
-        """What the module returns, where its gradients come in."""
+        """Returns the module's outputs, with a hook for their gradients."""
         if not self._edges:
             return outputs
         return list(_Leave.apply(self, batch_axes, *outputs))
@@ -57,7 +57,7 @@ class Routing:
     def send(
         self, edges: list[GradientEdge], gradients: list[Tensor], batch_axes: list[BatchAxis]
     ) -> None:
-        """Send coded gradients through the module."""
+        """Sends coded gradients through the module."""
         self._codes = []
         span = 1
         while span < max(self.batch, 2):
@@ -74,16 +74,17 @@ class Routing:
             span *= _BASE
 
     def sample_of_entry(self, number: int, g: Tensor, label: str) -> Tensor:
-        """The sample of every entry of `g`, int64 in its shape; NOBODY where it is 0.
+        """Returns the sample of every entry of `g`, int64 in its shape; NOBODY where it is 0.
 
         Raises:
-            BatchSizeError: an entry follows from several samples (on a CPU; on a GPU, which would have
-                to be waited for, such an entry contributes nothing).
+            BatchSizeError: an entry depends on several samples. That is on a CPU. On a GPU such an
+                entry contributes nothing, because a check would wait for the device.
         """
         if not self._codes:
             raise BatchSizeError(
-                f"{label}: gradients reach it past the output of the module that moves its rows (a "
-                "value kept on an attribute, an auxiliary loss), so that its rows cannot be told apart"
+                f"{label}: gradients bypass the output of the module that moves its rows, so "
+                "fastclip cannot identify which sample each row belongs to. Return such values "
+                "from the module."
             )
         met = {g.dtype, *(x.dtype for codes in self._codes for x in codes if x is not None)}
         exact = torch.float16 not in met  # whose small numbers do not scale exactly
@@ -95,8 +96,8 @@ class Routing:
         for power, codes in enumerate(self._codes):
             code = codes[number]
             code = plain.new_zeros(()) if code is None else _wide(code)
-            digit, told = _digit(plain, code, near)
-            mixed |= ~told
+            digit, certain = _digit(plain, code, near)
+            mixed |= ~certain
             owner += digit * _BASE**power
         size = plain.abs().nan_to_num(0.0, 0.0, 0.0)
         largest = size.amax() if size.numel() else size.sum()
@@ -108,25 +109,26 @@ class Routing:
 
 
 def several(label: str, what: str) -> BatchSizeError:
-    """The refusal of what cannot be given to one sample."""
+    """Returns the error for entries that do not belong to one sample."""
     return BatchSizeError(
-        f"{label}: {what} of its output follows from several samples, so no per-sample gradient exists; "
-        "let every row be computed from one sample alone"
+        f"{label}: {what} of its output depends on several samples, so per-sample gradients do not "
+        "exist. Compute each row from one sample alone.",
+        doc="coupled-samples",
     )
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Wide enough for the ratio of two entries, which has few digits."""
+    """Widens a tensor enough for the ratio of two entries, which has few digits."""
     return x.detach() if x.dtype == torch.float64 else x.detach().float()
 
 
 def _digit(plain: Tensor, code: Tensor, near: float) -> tuple[Tensor, Tensor]:
-    """By how much every entry was scaled, 0 for the least; where this tells the whole ratio."""
+    """Returns by how much each entry was scaled (0 for the least), and where that is certain."""
     ratio = code / plain
     digit = ratio.abs().log2().nan_to_num(0.0, 0.0, 0.0).round() + _BASE // 2
     digit = digit.clamp(0, _BASE - 1)
-    apart = (ratio * (_BASE // 2 - digit).exp2() - 1).abs()
-    return digit.to(torch.int64), apart <= near  # NaN is not near
+    distance = (ratio * (_BASE // 2 - digit).exp2() - 1).abs()
+    return digit.to(torch.int64), distance <= near  # NaN is not near
 
 
 class _Leave(Function):
@@ -147,11 +149,11 @@ class _Leave(Function):
         ]
         if came and _records():
             edges, values, batch_axes = (list(column) for column in zip(*came, strict=True))
-            with all_aside():  # these gradients are no part of a traced step
+            with all_aside():  # these gradients are not part of a traced step
                 ctx.routing.send(edges, values, batch_axes)
         return None, None, *gradients
 
 
 def _records() -> bool:
-    """It is a backward pass, and not one that was sent through an enclosing module."""
+    """Whether this is a backward pass, and not one sent through an enclosing module."""
     return current_task() != -1

@@ -1,9 +1,9 @@
 """Where the entries of a derived value lie in a parameter: a part of it, or rows looked up in it.
 
-What is done to such a value by functions that only move (transpose, chunk, select) is done to a
-phantom beside it: a view of the parameter's memory; or ids and columns, spread over the rows that are
-looked up. So a record on the value becomes one on the parameter, and nothing of the parameter's size
-is made for a sample.
+Functions that only move entries (transpose, chunk, select) are applied to such a value and to a phantom.
+A phantom is a view of the parameter's memory, or ids and columns, expanded over the rows that are looked
+up. A record on the value then becomes one on the parameter, and nothing of the parameter's size is made
+per sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOVES = frozenset(
 )  # fmt: skip
 _LOOKUPS = frozenset(["embedding", "getitem", "index_select"])
 FOLLOWED = _COPIES | _MOVES | _LOOKUPS
-"""Functions of which anything is known."""
+"""Functions that are supported."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +49,11 @@ class Origin(ABC):
 
     @abstractmethod
     def moved(self, phantoms: tuple[Tensor, ...]) -> Origin | None:
-        """The origin of a value moved this way; None where it is too tangled."""
+        """Returns the origin of a value moved this way; None if it has no simple form."""
 
     @abstractmethod
     def record(self, record: Record, planner: Planner) -> Record:
-        """A record of the value as one of the parameter."""
+        """Converts a record of the value to one of the parameter."""
 
 
 class Region(Origin):
@@ -85,7 +85,7 @@ class Region(Origin):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Origin):
-    """Rows of a table by constant ids; the phantoms hold an entry's id and its place in the row."""
+    """Rows of a table by constant ids; the phantoms hold an entry's id and its position in the row."""
 
     table: Region
     padding: int | None
@@ -95,7 +95,7 @@ class Rows(Origin):
         return Rows(self.parameter, phantoms, self.table, self.padding) if whole else None
 
     def _rank(self, columns: Tensor) -> int | None:
-        """How many dimensions, the last and in their order, are those of a row; None if they are not."""
+        """Returns how many of the last dimensions are a row's, in their order; None if they are not."""
         entries = torch.Size(self.table.part.shape[1:]).numel()
         pairs = list(zip(columns.shape, columns.stride(), strict=True))
         step, rank = 1, 0
@@ -131,7 +131,7 @@ def whole(parameter: nn.Parameter) -> Origin | None:
 def follow(
     origin: Origin, func: Callable, value: Any, args: tuple, kwargs: Mapping[str, Any], out: Any
 ) -> list[Origin | None]:
-    """The origins of the tensors in `out`, which `func` made of `value` and constants."""
+    """Returns the origins of the tensors in `out`, which `func` made of `value` and constants."""
     name = plain_name(func)
     made = tree_leaves(out)
     if name in _COPIES:
@@ -154,7 +154,7 @@ def follow(
 def _moved(
     phantom: Tensor, func: Callable, value: Any, args: tuple, kwargs: Mapping[str, Any]
 ) -> list[Tensor | None]:
-    """What `func` makes of the phantom in the value's place; None for what is no view of it."""
+    """Applies `func` to the phantom instead of the value; None for outputs that are not views of it."""
 
     def put(argument: Any) -> Any:
         return phantom if argument is value else argument

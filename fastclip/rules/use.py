@@ -1,8 +1,8 @@
 """A use of a parameter by a function: its rule, its call, and the hook on its output.
 
-A layer's rule answers for a module; a use's rule for a function, whoever calls it. It says which of the
-other operands are kept for the backward pass, and makes records of them and of the output's gradient.
-Input gradients are autograd's own.
+A layer rule covers a module. A use rule covers a function, wherever it is called. It says which other
+operands are kept for the backward pass. It makes records of them and of the output's gradient.
+Autograd itself computes input gradients.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 Operands = dict[str, Any]
-"""The arguments of a call by name; private ones among them as they are."""
+"""The arguments of a call by name. Private ones are unchanged."""
 
 
 class UseRule(ABC):
@@ -55,44 +55,44 @@ class UseRule(ABC):
 
     name = "use"
     routed = False
-    """Also where samples are told entry by entry, not by their place."""
+    """The rule also works if samples are identified per entry instead of by a batch axis."""
     keeps_output = False
-    """The function saves its own output for its backward pass, so that it must not be changed."""
+    """The function saves its own output for its backward pass: the output must not change."""
     last = False
-    """Asked after all others: it answers for much, at a price."""
+    """Tried after all others: it covers many functions, at a higher cost."""
     own_memory = False
-    """The output is in memory of its own, which nothing has saved, though torch may call it a view."""
+    """The output has its own memory, which nothing has saved, even if torch calls it a view."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UseRule:
         return self  # rules hold no state of a model
 
     @abstractmethod
     def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
-        """The operands of this call; None where the rule does not answer for it."""
+        """Returns the operands of this call, or None if the rule does not cover it."""
 
     def fits(
         self, operands: Operands, private: list[str], out: Tensor, batch_axis: BatchAxis | None
     ) -> bool:
-        """Whether the rule can tell the samples of this output apart.
+        """Whether the rule can separate the samples of this output.
 
         Args:
             private: names of the operands that are parameters, or derived from such.
-            batch_axis: of the samples in the output; None where they are told entry by entry.
+            batch_axis: of the output; None if samples are identified per entry.
         """
         return True
 
     def saved(self, operands: Operands, private: list[str]) -> list[str]:
-        """Names of the tensors that `records` needs, beside the output's gradient."""
+        """Returns names of the tensors that `records` needs, in addition to the output's gradient."""
         return []
 
     @abstractmethod
     def records(self, use: UseBackward) -> None:
-        """Record the contributions that `use.wants`."""
+        """Records the contributions that `use.wants`."""
 
 
 @lru_cache(maxsize=4096)
 def plain_name(func: Callable) -> str:
-    """`add` for torch.add, Tensor.add_, Tensor.__iadd__ and Tensor.__radd__."""
+    """Returns `add` for torch.add, Tensor.add_, Tensor.__iadd__ and Tensor.__radd__."""
     name = func.__name__
     if name == "__get__":
         return func.__self__.__name__  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ _REFLECTED = frozenset(
 
 @lru_cache(maxsize=4096)
 def in_place(func: Callable) -> bool:
-    """The function changes its first argument."""
+    """Whether the function changes its first argument."""
     name = func.__name__.partition(".")[0]  # aten's add_.Tensor
     if name.startswith("__"):
         bare = name.strip("_")
@@ -138,17 +138,16 @@ def register_use(*names: str) -> Callable[[_UseRuleType], _UseRuleType]:
 
 
 def rules_of(func: Callable) -> list[UseRule]:
-    """The rules that may answer for a function, in order."""
+    """Returns the rules that may cover a function, in order."""
     return _RULES.get(plain_name(func), [])
 
 
 # -------------------------------------------------------------------------------------------------
-# What uses of parameters need of those that are above them: the gradient state, and the
-# interceptor.
+# What uses of parameters need of the gradient state and of the interceptor.
 
 
 class UseState(Protocol):
-    """Everything that one private model remembers (fastclip.backward.state), as a use sees it."""
+    """The part of the gradient state of a private model that a use sees (fastclip.backward.state)."""
 
     names: dict[nn.Parameter, str]
     calls: Calls
@@ -161,18 +160,18 @@ class UseState(Protocol):
 
     @property
     def paused(self) -> bool:
-        """What runs now contributes nothing."""
+        """Whether the running pass contributes nothing."""
 
     @property
     def last_input(self) -> LastInput:
-        """What is known of the input that the running pass has met last."""
+        """What is known of the last input in the running pass."""
 
     @property
     def units(self) -> UnitSamples | None:
-        """Which rows of the running pass are clipped as one; None: each alone."""
+        """The privacy units of the running pass; None: each sample is clipped separately."""
 
     def layer_forward(self, path: Hashable | None = None) -> tuple[Forward, bool]:
-        """The Forward that a use belongs to, and whether its output must open the pass itself."""
+        """Returns the Forward of a use, and whether its output must open the pass itself."""
 
     def begins_with(self, forward: Forward, out: Tensor) -> None:
         """The gradient of `out` opens the pass."""
@@ -181,7 +180,7 @@ class UseState(Protocol):
         """Check that a contribution may enter the running pass."""
 
     def check_hooks(self, parameters: Collection[nn.Parameter]) -> None:
-        """Refuse hooks on the gradients of these parameters, which would not run."""
+        """Raises an error for hooks on the gradients of these parameters, which would not run."""
 
     def record(self, parameter: nn.Parameter, record: Record) -> None:
         """Take a contribution to a parameter."""
@@ -193,7 +192,7 @@ class UseState(Protocol):
 
 
 class Intercepts(Protocol):
-    """An interceptor (fastclip.rules.interceptor), as what it makes sees it."""
+    """The part of an interceptor (fastclip.rules.interceptor) that uses and derived values see."""
 
     grad_state: UseState
 
@@ -202,13 +201,12 @@ class Intercepts(Protocol):
 
 
 # -------------------------------------------------------------------------------------------------
-# The tap on the output of a use: autograd passes it by, and the parameter's share is recorded
-# there.
+# The output hook of a use. Autograd passes through it, and it records the parameter's contribution.
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a use contributes to: a parameter, or a derived value (then `edge` says where)."""
+    """The target of a contribution: a parameter, or a derived value (then `edge` says where)."""
 
     value: Tensor
     """Detached."""
@@ -221,11 +219,11 @@ class Target:
 
 
 class UseCall:
-    """What one call of a function leaves for the backward pass, apart from tensors autograd watches.
+    """What one call of a function keeps for the backward pass, except tensors that autograd saves.
 
     Args:
         operands: non-private tensors taken out. targets: what is private, by the operand's name.
-        batch_axis: of the samples in the output; None: `routing` tells whose an entry is.
+        batch_axis: of the output; None: `routing` identifies the sample of each entry.
     """
 
     def __init__(
@@ -250,40 +248,41 @@ class UseCall:
         self.autocast = _autocast(device)
         self.routing: Routing | None = None
         self.taker: Callable[[], int] | None = None
-        """Tells the sample that it is of alone, once all have had their turns."""
+        """Returns the only sample that the call belongs to, after all samples had their turn."""
         self.versions = {n: target.value._version for n, target in targets.items()}
         self.shares_memory = False
-        """The output is in the memory of a private operand, which must stay as it is."""
+        """The output shares the memory of a private operand, which must not change."""
         self.paused = interceptor.grad_state.paused
         self.chance: Chance | None = None
-        """Where generators stood, if the call has drawn random numbers and will be repeated."""
+        """States of generators, if the call has drawn random numbers and will be repeated."""
         self.shown: list[Tensor] = []
-        """All that it gave, if more than torch's generators may have decided about that."""
+        """All outputs, if they may depend on more than torch's generators."""
         self.number = 0
-        """By which the routing knows the output."""
+        """The number of the output in the routing."""
         self.seen: Any = None
-        """What the trace knows of the output."""
+        """The trace's record of the output."""
         self.number_of_output = 0
 
     def repeated_with(self, chance: Chance, drew: bool, shown: list[Tensor]) -> None:
-        """The call will be repeated in the backward pass, with the random numbers that it drew.
+        """Notes that the backward pass will repeat the call, with the random numbers that it drew.
 
         Args:
-            shown: all that it gave (`given`); empty where `chance` knows all that decides about it.
+            shown: all outputs (`given`); empty if `chance` covers everything that they depend on.
 
         Raises:
-            GraphError: the pass is being captured, and a replay of it draws others.
+            GraphError: the pass is being captured, and a replay draws other numbers.
         """
         if drew and self.interceptor.grad_state.caught is not None:
             raise GraphError(
-                f"{self.label} draws random numbers, which are not the same ones when a CUDA graph "
-                "repeats it for the samples' gradients. Pass cuda_graph=False."
+                f"{self.label} draws random numbers, which differ when a CUDA graph repeats it for "
+                "the per-sample gradients. Pass cuda_graph=False.",
+                doc="random-numbers",
             )
         self.chance, self.shown = chance if drew else None, shown
 
     @property
     def samples_of(self) -> Callable[[Tensor], Tensor] | None:
-        """The sample of every entry of a tensor like the output, where samples take turns."""
+        """Returns the sample of every entry of a tensor like the output, if samples take turns."""
         taker = self.taker
         if taker is None:
             return None
@@ -294,15 +293,16 @@ class UseCall:
         return self.targets[name].value._version != self.versions[name]
 
     def check_unchanged(self) -> None:
-        """Raise if a private operand was changed through the output."""
+        """Raises GraphError if a private operand was changed through the output."""
         if self.shares_memory and any(map(self.changed, self.versions)):
             raise GraphError(
-                f"{self.label}: its output shares the parameter's memory and was changed in place; "
-                "change a clone of it"
+                f"{self.label}: its output shares the parameter's memory and was changed in place, "
+                "so the gradient would be wrong. Change a clone.",
+                doc="changed-tensors",
             )
 
-    def tap(self, out: Tensor) -> Tensor:
-        """The output, on which the gradient will be seen."""
+    def hooked(self, out: Tensor) -> Tensor:
+        """Returns the output with its hook, which sees the gradient."""
         held, self.held = self.held, []
         return OutputHook.apply(self, out, *held, *self.parameters)
 
@@ -319,7 +319,7 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _repeats(x: Tensor) -> bool:
-    """Several of its entries are one: torch does not let it be changed as a whole."""
+    """Whether several of its entries share memory, so torch does not let it be changed as a whole."""
     return any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
@@ -332,13 +332,13 @@ class OutputHook(Function):
         ctx.set_materialize_grads(False)
         save(ctx, *rest[: len(call.saved)])
         ctx.call, ctx.edges = call, len(rest)
-        found = OutputHook._tapped(ctx, call, out)
+        found = OutputHook._passed_on(ctx, call, out)
         if not call.paused:
             call.seen = call.interceptor.grad_state.trace.seen(found)
         return found
 
     @staticmethod
-    def _tapped(ctx: Any, call: UseCall, out: Tensor) -> Tensor:
+    def _passed_on(ctx: Any, call: UseCall, out: Tensor) -> Tensor:
         if call.changes:
             ctx.mark_dirty(out)
             return out
@@ -349,7 +349,7 @@ class OutputHook(Function):
             return out.detach()
         if call.rule.keeps_output or out._is_view():
             return out.clone()
-        return out.detach()  # the same memory and version: whoever has saved it finds it unchanged
+        return out.detach()  # the same memory and version: a saved output is unchanged
 
     @staticmethod
     @differentiable_once
@@ -376,8 +376,8 @@ class UseBackward(Contribution):
     """What a use's rule may see and do.
 
     Attributes:
-        g: gradient of the output. batch_axis: of the samples in it, or None. operands: those that are
-            no tensors. private: names of the operands that are parameters or derived. batch: samples.
+        g: gradient of the output. batch_axis: of it, or None. operands: those that are not tensors.
+        private: names of the operands that are parameters or derived. batch: samples.
     """
 
     def __init__(
@@ -402,16 +402,17 @@ class UseBackward(Contribution):
         self.batch = call.forward.batch_size or 0
         self._owner: Tensor | None = None
         self._given: list[Tensor] = []
-        """All that the function gave when it was called again."""
+        """All outputs of the function's second call."""
 
     def run(self) -> None:
-        """Check that the contribution may enter the running pass, and let the rule record it."""
+        """Checks that the contribution may enter the running pass, and lets the rule record it."""
         call = self._call
         grad_state = call.interceptor.grad_state
         if self.batch_axis is not None and not self.batch_axis.fits(self.g, self.batch):
             raise GraphError(
                 f"{call.label}: its output of shape {list(self.g.shape)} cannot hold {self.batch} "
-                "samples"
+                "samples. Keep the batch along one axis.",
+                doc="batch-axis",
             )
         grad_state.admit(call.label, call.forward, self.batch)
         grad_state.check_hooks(self._wanted)
@@ -422,44 +423,45 @@ class UseBackward(Contribution):
         self.check_complete()
 
     def __getitem__(self, name: str) -> Tensor:
-        """An operand: what was saved, or a private one's numbers."""
+        """Returns an operand: a saved tensor, or the values of a private one."""
         found = self._saved.get(name)
         if found is not None:
             return found
         if self._call.changed(name):
             raise GraphError(
-                f"{self._call.label}: a parameter, or a value computed from such, was changed in place "
-                "after it had been used here, and its gradient asks for what it was; change a clone of "
-                "it, or change it before it is used"
+                f"{self._call.label}: a parameter, or a value computed from it, was changed in "
+                "place after this use, so its gradient would be wrong. Change a clone, or change "
+                "it before the use.",
+                doc="changed-tensors",
             )
         return self._call.targets[name].value
 
     def shape_of(self, name: str) -> torch.Size:
-        """The shape of an operand, whatever its numbers have become."""
+        """Returns the shape of an operand, even if its values have changed."""
         found = self._saved.get(name)
         return (self._call.targets[name].value if found is None else found).shape
 
     def tensors(self) -> list[str]:
-        """Names of the operands at hand: those that were saved, and private ones."""
+        """Returns names of the available operands: saved and private ones."""
         return [*self._saved, *self.private]
 
     def samples(self, x: Tensor) -> Tensor:
-        """`x`, whose samples lie as those of the output, with them along axis 0."""
+        """Returns `x`, which has the output's batch axis, with samples along axis 0."""
         assert self.batch_axis is not None
         return self.batch_axis.samples(x, self.batch)
 
     def rows(self, x: Tensor) -> Tensor:
         """Deprecated: `samples`."""
-        say("use.rows has another name: use use.samples.", DeprecationWarning)
+        say("use.rows is deprecated. Call use.samples.", DeprecationWarning)
         return self.samples(x)
 
     def entry_owners(self) -> Tensor:
         """Deprecated: `sample_of_entry`."""
-        say("use.entry_owners has another name: use use.sample_of_entry.", DeprecationWarning)
+        say("use.entry_owners is deprecated. Call use.sample_of_entry.", DeprecationWarning)
         return self.sample_of_entry()
 
     def sample_of_entry(self) -> Tensor:
-        """The sample of every entry of the output, or of what broadcasts to it; -1: of nobody."""
+        """Returns the sample of each entry of the output, broadcast to it; -1 for no sample."""
         if self.batch_axis is not None:
             shape = [1] * self.g.dim()
             shape[self.batch_axis.axis] = -1
@@ -469,7 +471,7 @@ class UseBackward(Contribution):
         return self._owner
 
     def sample_of_row(self) -> Tensor:
-        """The sample of every row of the output, all axes but the last flattened, int64 [n].
+        """Returns the sample of every row of the output, all axes except the last flattened, int64 [n].
 
         Raises:
             BatchSizeError: a row holds entries of several samples (on a GPU it contributes nothing).
@@ -491,20 +493,22 @@ class UseBackward(Contribution):
         if call.routing is None and call.taker is not None:
             return torch.full(self.g.shape, call.taker(), dtype=torch.int64, device=self.g.device)
         if call.routing is None:
-            mean = "; with a mean of losses, apply it to the rows' losses before the mean"
+            fix = (
+                "Apply it to the samples' losses before their mean."
+                if self.g.numel() == 1
+                else "Let every sample take the same path through the model."
+            )
             raise BatchSizeError(
-                f"{call.label}: a gradient reaches it, and none did when the model was run on a few "
-                "rows, so whose its rows are is not known; let every row take the same way through "
-                "the model, or move rows inside a module that puts them back in their places"
-                f"{mean if self.g.numel() == 1 else ''}"
+                f"{call.label}: a gradient reaches it that the dry run of the model did not show, so "
+                f"fastclip cannot identify which sample its entries belong to. {fix}"
             )
         return call.routing.sample_of_entry(call.number, self.g, call.label)
 
     def replay(self, leaves: dict[str, Tensor], *, clean: bool = False) -> Tensor:
-        """The function called again, on these leaves for private operands.
+        """Calls the function again, with these leaves instead of private operands.
 
         Args:
-            clean: zeros take the place of what is not finite in the other operands.
+            clean: replaces non-finite values in the other operands by zeros.
         """
         others = {n: _finite(x) for n, x in self._saved.items()} if clean else {}
         chance, label = self._call.chance, self._call.label
@@ -514,12 +518,12 @@ class UseBackward(Contribution):
 
     @property
     def is_of_torch(self) -> bool:
-        """Nothing but torch's generators, and those among its arguments, decides what it gives."""
+        """Whether the outputs depend on no generators except torch's and those among the arguments."""
         return is_of_torch(self._call.func)
 
     @contextmanager
     def backwards(self) -> Iterator[Callable[..., Any]]:
-        """torch.autograd.grad, in whose every run the function's backward draws the same numbers.
+        """Yields torch.autograd.grad with the same random numbers in every run of the backward.
 
         They are those that its backward pass over the batch will draw.
         """
@@ -540,14 +544,14 @@ class UseBackward(Contribution):
     def compared(
         self, found: list[Tensor], whole: Sequence[Tensor | None], *, clean: bool
     ) -> list[Tensor]:
-        """The gradients of all samples, if the function did what it did (on an accelerator NaN, if not).
+        """Returns the samples' gradients if the repeated calls match, else NaN on an accelerator.
 
         Args:
-            whole: gradients of the batch. clean: as of the `replay` that they come of, whose outputs
-                may differ from the first call's.
+            whole: gradients of the batch. clean: as in the `replay` that gave them. Its outputs may then
+            differ from those of the first call.
 
         Raises:
-            GraphError: the samples' do not add up to them, or it gave something else at first.
+            GraphError: the sum over samples differs from `whole`, or the first call gave other outputs.
         """
         equal = [
             alike(rows.sum(0), x, rows.abs().sum(0))
@@ -563,7 +567,7 @@ class UseBackward(Contribution):
         return found
 
     def called_on(self, values: dict[str, Tensor]) -> Tensor:
-        """What the function makes of these values, and of the other operands as they were."""
+        """Returns the function's output for these values, with the other operands unchanged."""
         names = sorted((n for n in {*self.operands, *self.tensors()} if n.isdigit()), key=int)
         tensors = set(self.tensors())
         leaves = [

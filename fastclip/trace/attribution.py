@@ -1,7 +1,7 @@
-"""Which sample each entry of a tensor follows from, as an integer tensor that broadcasts to its shape.
+"""Sample attribution: the sample of each entry of a tensor, as integers that broadcast to its shape.
 
-`[b, 1, 1]` is "sample i along axis 0"; `[b, t]` says it entry by entry. None stands for "of no sample",
-all over. An attribution never has an axis that the tensor lacks, and is never written into.
+`[b, 1, 1]` means "sample i along axis 0". `[b, t]` gives it entry by entry. None means "no sample" for
+all entries. An attribution never has an axis that the tensor lacks, and is never written into.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 NONE = -1
-"""The entry follows from no sample."""
+"""The entry depends on no sample."""
 SEVERAL = 1 << 30
-"""It follows from more than one."""
+"""The entry depends on more than one sample."""
 UNSEEN = SEVERAL + 1
-"""Nobody was seen to write it. It joins as one more sample would."""
+"""No operation was seen to write the entry. It joins like another sample."""
 _ABOVE = SEVERAL + 2
 KIND = torch.int32
 
@@ -24,18 +24,18 @@ Attribution = Tensor | None
 
 
 def everywhere(value: int, dims: int) -> Tensor:
-    """One value, for a tensor of so many dimensions."""
+    """Returns one value for all entries of a tensor of so many dimensions."""
     return torch.full([1] * dims, value, dtype=KIND, device="cpu")
 
 
 def along(size: int, axis: int, dims: int, each: int = 1) -> Tensor:
-    """Sample i at position i of one axis, or at `each` positions from i * `each` on."""
+    """Returns sample i at position i of one axis, or at `each` positions from i * `each` on."""
     samples = torch.arange(size, dtype=KIND, device="cpu").repeat_interleave(each)
     return samples.view([-1 if k == axis else 1 for k in range(dims)])
 
 
 def compressed(found: Tensor) -> Tensor:
-    """The same, in which axes along which nothing changes have one entry."""
+    """Returns the same with one entry along axes where nothing changes."""
     for axis, size in enumerate(found.shape):
         if size > 1:
             first = found.narrow(axis, 0, 1)
@@ -45,7 +45,7 @@ def compressed(found: Tensor) -> Tensor:
 
 
 def joined(one: Attribution, other: Attribution) -> Attribution:
-    """What follows from entries of both."""
+    """Returns the attribution of entries that depend on both."""
     if one is None or one is other:
         return other
     if other is None:
@@ -57,7 +57,7 @@ def joined(one: Attribution, other: Attribution) -> Attribution:
 def reduced(
     found: Attribution, axes: Iterable[int] | None = None, keep: bool = True
 ) -> Attribution:
-    """What follows from all entries along these axes; None: along all."""
+    """Returns the attribution of reductions over these axes; None: over all."""
     if found is None:
         return None
     dims = found.dim()
@@ -75,14 +75,14 @@ def reduced(
 
 
 def expanded(found: Attribution, shape: Sequence[int]) -> Tensor:
-    """At the tensor's own shape, without memory for what does not change."""
+    """Expands to the tensor's shape, without new memory."""
     if found is None:
         return torch.full([1] * len(shape), NONE, dtype=KIND, device="cpu").expand(shape)
     return found.expand(shape)
 
 
 def fitted(found: Attribution, dims: int) -> Attribution:
-    """With as many axes as a tensor has: those in front come or go."""
+    """Adds or removes leading axes to have as many as a tensor."""
     if found is None or found.dim() == dims:
         return found
     if found.dim() > dims:
@@ -91,7 +91,7 @@ def fitted(found: Attribution, dims: int) -> Attribution:
 
 
 def reshaped(found: Tensor, shape: Sequence[int], new: Sequence[int]) -> Tensor:
-    """Of a tensor that is reshaped: only groups of axes along which it changes are written out."""
+    """Reshapes the attribution of a tensor; only groups of axes that change are expanded."""
     if found.numel() == 1:
         return found.reshape([1] * len(new))
     if 0 in shape or 0 in new:
@@ -116,7 +116,7 @@ def reshaped(found: Tensor, shape: Sequence[int], new: Sequence[int]) -> Tensor:
 
 
 def meet(shape: Sequence[int], found: Attribution) -> bool:
-    """An axis of a tensor that is broadcast against this one has one entry for each sample."""
+    """Whether a tensor broadcast against this one has an axis with one entry per sample."""
     if found is None:
         return False
     behind = range(1, 1 + min(len(shape), found.dim()))
@@ -124,10 +124,10 @@ def meet(shape: Sequence[int], found: Attribution) -> bool:
 
 
 def scattered(into: Tensor, axis: int, at: Tensor, values: Tensor, keeps: bool) -> Tensor:
-    """Of entries that are written into at these places of an axis: what arrives together is joined.
+    """Returns the attribution after a scatter along an axis: values at one position are joined.
 
     Args:
-        into, at, values: as of `Tensor.scatter`. keeps: what was there counts as well.
+        into, at, values: as for `Tensor.scatter`. keeps: the old entries count too.
     """
     high = into.scatter_reduce(axis, at, values, "amax", include_self=keeps)
     low = into.masked_fill(into == NONE, _ABOVE).scatter_reduce(
@@ -137,13 +137,13 @@ def scattered(into: Tensor, axis: int, at: Tensor, values: Tensor, keeps: bool) 
 
 
 def is_mixed(found: Attribution) -> bool:
-    """Some entry follows from several samples, or from what nobody was seen to write."""
+    """Whether some entry depends on several samples, or on an entry that no operation wrote."""
     return found is not None and bool((found >= SEVERAL).any())
 
 
 def is_alike(found: Tensor) -> bool:
-    """Samples lie one after the other along one axis, as many entries each, in one order of folding;
-    constants may lie among them."""
+    """Whether samples follow each other along one axis with equal numbers of entries, in one order of
+    flattened axes. Constants may lie between them."""
     wide = [axis for axis in range(found.dim()) if lie_along(found, axis)]
     if len(wide) != 1:
         return False
@@ -165,7 +165,7 @@ def is_alike(found: Tensor) -> bool:
 
 
 def lie_along(found: Tensor, axis: int) -> bool:
-    """Entries of several samples lie along this axis."""
+    """Whether entries of several samples lie along this axis."""
     if found.shape[axis] < 2:
         return False
     none = found == NONE
@@ -174,7 +174,7 @@ def lie_along(found: Tensor, axis: int) -> bool:
 
 
 def is_of_several(found: Tensor) -> bool:
-    """Entries of more than one sample."""
+    """Whether there are entries of more than one sample."""
     own = found[(found >= 0) & (found < SEVERAL)]
     return own.numel() > 1 and bool((own != own.reshape(-1)[0]).any())
 
@@ -182,12 +182,11 @@ def is_of_several(found: Tensor) -> bool:
 def are_as_many(
     found: Tensor, samples: int, present: Tensor | None = None, *, beside: bool = False
 ) -> bool:
-    """Each of so many samples has as many entries as any other, entries of no sample in their place
-    among them.
+    """Whether all of these samples have equal numbers of entries, including constant ones instead.
 
     Args:
-        present: the numbers of those that may have any; None: all. beside: entries of no sample may lie
-            beside those of all samples, as many for each (a trained row that is put before every one).
+        present: the numbers of samples that may have any; None: all. beside: constant entries may lie
+            next to those of all samples, as many for each (a trained row before each sample).
     """
     flat = found.reshape(-1)
     counts = torch.bincount(flat[(flat >= 0) & (flat < SEVERAL)].long(), minlength=samples)
@@ -205,7 +204,7 @@ def are_as_many(
 
 
 def are_apart(several: Sequence[Attribution]) -> bool:
-    """No entry is of a sample in two of these."""
+    """Whether no entry belongs to a sample in two of these."""
     found = [x >= 0 for x in several if x is not None]
     if len(found) < 2:
         return True
@@ -217,11 +216,11 @@ def are_apart(several: Sequence[Attribution]) -> bool:
 
 
 def differs(x: Tensor, found: Tensor, moved: bool = False, near: float = 0.0) -> bool:
-    """Whether a constant has other values alongside one sample than alongside another.
+    """Whether a constant has different values alongside different samples.
 
     Args:
-        x: the constant. found: of the data that it meets. moved: samples lie where data put them, so
-            any change along their axis counts. near: by which share of the largest entry they may.
+        x: the constant. found: attribution of the data. moved: samples lie where data put them, and
+            any change along their axis counts. near: tolerance relative to the largest entry.
     """
     room = near * float(x.detach().abs().amax()) if near and x.numel() else 0.0
     shape = torch.broadcast_shapes(x.shape, found.shape)
@@ -249,7 +248,7 @@ def differs(x: Tensor, found: Tensor, moved: bool = False, near: float = 0.0) ->
 
 
 def _tells(found: Tensor, axis: int) -> bool:
-    """The place along this axis says which sample an entry is of, if it is of one."""
+    """Whether the position along this axis determines the sample of an entry, if it has one."""
     keep = (found >= 0) & (found < SEVERAL)
     others = [d for d in range(found.dim()) if d != axis]
     if not others:

@@ -1,4 +1,4 @@
-"""What a trace has found, and the user's line that it comes from."""
+"""The findings of a trace, and the user's lines that they come from."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from fastclip.core.torch_names import creation_number, current_node, current_tas
 from fastclip.errors import PER_SAMPLE
 
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
-"""Beginnings of the names of files that are not the user's."""
+"""Prefixes of names of files that are not the user's."""
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 WHOLE_BATCH = "batch=True"
-"""What asks a loss for one term of all samples, where it could be one for each."""
+"""The option that asks a loss for one term of all samples instead of one per sample."""
 BY_PYTHON = "numbers that Python has read"
-"""A cause: samples may have met, and no operation shows it."""
+"""A cause: samples may have been combined, and no operation shows it."""
 _STANDARD = sysconfig.get_path("stdlib")
 
 
 class Lines:
-    """The user's lines: of what runs, and, in a backward pass, of what its gradient is computed for."""
+    """The user's lines of running operations; in a backward pass, of their forward operations."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, str] = {}
         self._model: list[range] = []
-        """Numbers of the nodes that forward passes of the model have made."""
+        """Numbers of the nodes made by forward passes of the model."""
         self._entered: int | None = None
         self._again = 0
-        """The number from which on nodes are made by the running backward pass (checkpoints)."""
+        """The number from which nodes are made by the running backward pass (checkpoints)."""
 
     @property
     def inside(self) -> bool:
-        """The model's own forward is running."""
+        """Whether the model's own forward is running."""
         return self._entered is not None
 
     def enter_model(self) -> None:
-        """The model's own forward begins."""
+        """Notes that the model's own forward begins."""
         self._entered = creation_number()
 
     def leave_model(self) -> None:
-        """It has ended."""
+        """Notes that the forward has ended."""
         if self._entered is not None:
             self._model.append(range(self._entered, creation_number()))
             self._entered = None
 
     def enter_backward(self) -> None:
-        """A backward pass begins."""
+        """Notes that a backward pass begins."""
         self._again = creation_number()
 
     def in_model(self) -> bool:
-        """What runs is the model's own forward, or the backward pass of that."""
+        """Whether the model's own forward runs, or its backward pass."""
         if current_task() == -1:
             return self.inside
         node = current_node()
@@ -68,17 +68,17 @@ class Lines:
         return self._again <= number < creation_number() or self.is_of_model(number)
 
     def is_of_model(self, number: int) -> bool:
-        """The node of this number was made by the model's own forward."""
+        """Whether the model's own forward made the node of this number."""
         return any(number in made for made in self._model)
 
     def note(self) -> None:
-        """An operation runs. If it has a node in the graph, that is the newest one."""
+        """Notes the line of a running operation. If it has a node in the graph, that is the newest."""
         newest = creation_number() - 1
         if newest not in self._by_number:
             self._by_number[newest] = line_of(sys._getframe(2))
 
     def current(self) -> str:
-        """`file:line`."""
+        """Returns `file:line` of the running operation."""
         if current_task() != -1 and (node := current_node()) is not None:
             line = self._by_number.get(number_of(node))
             if line:
@@ -86,21 +86,21 @@ class Lines:
         return line_of(sys._getframe(1))
 
     def forget(self) -> None:
-        """The graph of this step is gone."""
+        """Forgets the lines of a step after its graph is gone."""
         self._by_number.clear()
         self._model.clear()
         self._entered = None
 
 
 def line_of(frame: FrameType | None) -> str:
-    """`file:line` of the nearest frame outside torch; if that is a library's, of the user's, too."""
+    """Returns `file:line` of the nearest frame outside torch; for a library, of the user's too."""
     library = whole = ""
     while frame is not None:
-        owner = _owner(frame.f_code.co_filename)
-        whole = whole or ("" if owner == "hidden" else _of_whole_batch(frame))
-        if owner == "library":
+        kind = _kind_of(frame.f_code.co_filename)
+        whole = whole or ("" if kind == "hidden" else _of_whole_batch(frame))
+        if kind == "library":
             library = library or _shown(frame)
-        elif owner == "user":
+        elif kind == "user":
             here = f"{library}, called at {_shown(frame)}" if library else _shown(frame)
             return f"{here}{whole}"
         frame = frame.f_back
@@ -108,7 +108,7 @@ def line_of(frame: FrameType | None) -> str:
 
 
 def _of_whole_batch(frame: FrameType) -> str:
-    """What says so, if a loss runs that was asked to be one of the whole batch (MONAI's can be)."""
+    """Returns a note if the running loss has one term for the whole batch (an option of MONAI)."""
     code = frame.f_code
     if code.co_name != "forward" or code.co_varnames[:1] != ("self",):
         return ""
@@ -118,8 +118,8 @@ def _of_whole_batch(frame: FrameType) -> str:
 
 
 @cache
-def _owner(file: str) -> str:
-    """Whose a file is: "user", "library", or "hidden" (torch's, Python's, fastclip's)."""
+def _kind_of(file: str) -> str:
+    """Classifies a file: "user", "library", or "hidden" (torch's, Python's, fastclip's)."""
     if file.startswith(tuple(HIDDEN)) or "/torch/" in file:
         return "hidden"
     if any(folder in file for folder in _PACKAGES):
@@ -132,17 +132,17 @@ def _shown(frame: FrameType) -> str:
 
 
 IGNORED_LABELS = "no label is ignored"
-"""A guard: in every later step a mean over classes counts all labels of samples."""
+"""A guard: every later step must count all labels of samples in a mean over classes."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """An operation whose result follows from several samples.
+    """An operation whose result depends on several samples.
 
     Args:
         operation: torch's name of it. line: of the user's code. shapes: of its operands.
         backward: it ran in the backward pass. factor: it multiplied with, or divided by, a number of
-            several samples. inside: of the model's own forward, or its backward pass.
+            several samples. inside: it ran in the model's own forward, or its backward pass.
     """
 
     operation: str
@@ -161,29 +161,29 @@ class Cause:
 _SAID = {
     "factor": "Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
     "are not independent. {denominator}.",
-    "calls": "Your loss joins calls of the model on different samples of the batch, and their samples "
-    "are clipped as the same ones. Pass every call the whole batch, its samples in one order.",
-    "place": "{use} holds samples in other places in this batch than in the few rows that were looked "
-    "at. Give the model the batch again: it is looked at as a whole.",
+    "calls": "Your loss joins calls of the model on different samples of the batch, so these would be "
+    "clipped as the same samples. Pass the whole batch to every call, its samples in one order.",
+    "place": "{use} holds samples in other positions in this batch than in the dry run. Pass the batch "
+    "to the model again, and fastclip traces it as a whole.",
     "factors": "Your loss mixes samples: its parts are divided by different numbers of the batch "
     "({what}). Divide each sample's loss by its own numbers, or by constants.",
-    "repeated": "The batch that your loop gives the model holds a sample at several positions, so it "
-    "contributes several times. Give the model each sample of the loader's batch once.",
-    "views": "The batch that your loop gives the model has views of several samples where views=K "
-    "expects those of one, so they would be clipped as one. Put the K views of each sample next to "
-    "each other: x.repeat_interleave(K, 0), or torch.stack(views, 1).flatten(0, 1).",
+    "repeated": "Your loop passes the model a batch that holds a sample at several positions, so it "
+    "contributes several times. Pass each sample of the loader's batch once.",
+    "views": "Your loop passes views of several samples where views=K expects views of one, so they "
+    "would be clipped as one. Put the K views of each sample next to each other, as "
+    "x.repeat_interleave(K, 0) does.",
     "input": "Your batch {may_mix} samples before the model: {what} reaches an input. Change each "
     "sample by itself, in torch or in the data set.",
     "read": "Your loss depends on {what}, so samples are not independent. Compute the loss without "
-    "numbers that are read from the batch.",
+    "numbers that Python reads from the batch.",
     "order": "Your loss depends on a sample's position in the batch ({what}), so samples are not "
     "independent. Use the same constants for all samples.",
-    "python": "Your loss may mix samples: {what} weigh samples, and nothing shows whose they are. "
-    "Compute them in torch, or in the data set.",
+    "python": "Your loss may mix samples: {what} weigh samples, and fastclip cannot identify which "
+    "sample they belong to. Compute them in torch, or in the data set.",
     "mixes": "Your loss mixes samples: {what} reaches the gradient of {use}, so the guarantee does not "
     "hold. {fix}",
 }
-"""What an error says, by the kind of finding; "python" and "mixes" are of every other kind."""
+"""Texts of errors by the kind of finding; "python" and "mixes" are for every other kind."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Finding:
     Args:
         kind: "forward", "gradient", "order", "unseen", "factor", "factors", "repeated", "calls",
             "views", "read", "input" or "outside".
-        use: the layer or function whose parameter's gradient it concerns.
+        use: the layer or function with the affected parameter.
     """
 
     kind: str
@@ -202,12 +202,12 @@ class Finding:
 
     @property
     def said(self) -> str:
-        """An error's message: what mixes samples, where, and one fix."""
+        """Returns the error's message: what mixes samples, where, and one fix."""
         what = str(self.cause) if isinstance(self.cause, Cause) else "an operation"
         kind = self.kind
         if kind not in _SAID:
             kind = "python" if BY_PYTHON in what else "mixes"
-        whole = "Pass batch=False, which makes one loss for each sample."
+        whole = "Pass batch=False for one loss per sample."
         return _SAID[kind].format(
             what=what, use=repr(self.use) if self.use else "the model",
             may_mix="may mix" if BY_PYTHON in what else "mixes",
@@ -217,10 +217,10 @@ class Finding:
 
     @property
     def _denominator(self) -> str:
-        """What to divide a loss by, in the place of labels or tokens of the batch."""
+        """Returns what to divide a loss by, instead of labels or tokens of the batch."""
         cause = self.cause
         if isinstance(cause, Cause) and cause.inside:
-            return f"{PER_SAMPLE}, or return one loss a row, [b]"
+            return f"{PER_SAMPLE}, or return one loss per sample, [b]"
         if isinstance(cause, Cause) and cause.operation.startswith("nll_loss"):
             return (
                 "Use fastclip.losses.per_sample_cross_entropy(...).mean(), or "
@@ -247,58 +247,58 @@ class Read:
 
 @dataclass
 class Report:
-    """What one traced step has shown."""
+    """The result of one traced step."""
 
     findings: list[Finding] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     probed: dict[str, int] = field(default_factory=dict)
-    """Operations without a rule, and how often each was asked by the local probe."""
+    """Operations without a rule, and how often the local probe ran each."""
     by_value: list[str] = field(default_factory=list)
-    """What holds for the values of this batch."""
+    """Statements that hold for the values of this batch."""
     guards: set[str] = field(default_factory=set)
-    """What must hold in every later step."""
+    """Statements that must hold in every later step."""
     constant_labels: set[int] = field(default_factory=set)
-    """Of each mean over classes: labels that do not count and are no sample's, for each sample."""
+    """For each mean over classes, the number of constant ignored labels per sample."""
     outside: list[tuple[str, str]] = field(default_factory=list)
-    """Trained tensors that are none of the model's: shape and line."""
+    """Trained tensors outside the model: shape and line."""
     carried: list[Cause | None] = field(default_factory=list)
-    """What of the batch is still held after the step."""
+    """Tensors computed from the batch that are still held after the step."""
     uses: dict[str, Any] = field(default_factory=dict)
     """Shadows of the outputs of layers and uses, by their name."""
     factors: dict[int | None, Any] = field(default_factory=dict)
     """Numbers of the whole batch that gradients share, and where each became a factor of them."""
     mixing: list[Cause] = field(default_factory=list)
-    """Operations in which samples met, in their order."""
+    """Operations that combined samples, in their order."""
     shifts: set[int] = field(default_factory=set)
-    """By which powers of the batch's size samples may have been multiplied before they were summed."""
+    """Powers of the batch size that may have multiplied samples before they were summed."""
     operations: int = 0
     drew: bool = False
     """Random numbers were drawn."""
     by_chance: bool = False
-    """Where samples lie, or what one is multiplied by, follows from several random numbers."""
+    """Positions or factors of samples depend on several random numbers."""
     chance_of_all: bool = False
-    """Numbers that follow from several random ones met samples, the same for all of them."""
+    """Numbers that depend on several random ones met samples, the same for all of them."""
     unknown: bool = False
-    """A constant met samples that no operation has made, and that was not there before."""
+    """A constant met samples that no operation made, and that did not exist before."""
     counted: bool = False
-    """It holds for as many entries of each sample as this batch has selected: the next one is traced."""
+    """It holds for the numbers of entries that this batch selected; the next batch is traced too."""
     hooked: bool = False
-    """Hooks were put on gradients of tensors."""
+    """Hooks were set on gradients of tensors."""
 
     def add(self, kind: str, cause: Any, use: str) -> None:
-        """Note a finding once."""
+        """Adds a finding once."""
         found = Finding(kind, cause if isinstance(cause, Cause) else None, use)
         if found not in self.findings:
             self.findings.append(found)
 
     def of(self, kinds: Iterable[str]) -> list[Finding]:
-        """The findings of these kinds."""
+        """Returns the findings of these kinds."""
         return [found for found in self.findings if found.kind in kinds]
 
     @property
     def verdict(self) -> str:
-        """ "coupled", or how far it is proven that samples are independent: "path" for the way that this
-        step took, "values" for what this batch holds, "proven".
+        """ "coupled", or how far the independence of samples is proven: "path" for the branches of this
+        step, "values" for the values of this batch, or "proven".
         """
         if self.findings or self.outside:
             return "coupled"
@@ -318,11 +318,11 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True)
 class Proof:
-    """What the traced steps of a private model have shown; `print` it.
+    """The results of the traced steps of a private model; `print` it.
 
     Args:
-        steps: a report for each traced step. unproven: parts of the model's forward that values
-            compare instead, because the trace does not prove them.
+        steps: a report for each traced step. unproven: parts of the model's forward that are
+            compared by values, because the trace does not prove them.
     """
 
     steps: tuple[Report, ...]
@@ -330,7 +330,7 @@ class Proof:
 
     def __str__(self) -> str:
         if not self.steps:
-            return "no step has been traced yet: explain() after the first backward pass"
+            return "No step has been traced yet. Call explain() after the first backward pass."
         lines = []
         for number, report in enumerate(self.steps, 1):
             lines.append(
@@ -359,13 +359,13 @@ class Proof:
 
 @dataclass
 class TraceLog:
-    """What is kept of the traced steps of one model, also when that is gone."""
+    """The traced steps of one model, also kept after the model is gone."""
 
     reports: list[Report] = field(default_factory=list)
     """The newest last."""
     unproven: list[str] = field(default_factory=list)
     error: Exception | None = None
-    """The last that a traced step has raised."""
+    """The last error of a traced step."""
 
     @property
     def proof(self) -> Proof:

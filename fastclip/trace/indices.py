@@ -19,7 +19,7 @@ def _several(call: Operation, flags: int = 0) -> Out:
 
 
 def _one_axis(found: Tensor, axis: int, dims: int) -> Tensor:
-    """Of a list that indexes one axis."""
+    """Returns the attribution of a list that indexes one axis."""
     return found.reshape([-1 if d == axis else 1 for d in range(dims)])
 
 
@@ -61,7 +61,7 @@ def _gathered(call: Operation) -> list[Any] | None:
 
 
 def _whose_slices(own: at.Attribution, x: Tensor, axis: int) -> Tensor | None:
-    """The sample that each slice along this axis is of, at all entries; None if several lie there."""
+    """Returns the sample of each slice along this axis, at all entries; None if it has several."""
     rows = at.reduced(own, [axis])
     if rows is None or at.is_mixed(rows):
         return None
@@ -69,7 +69,7 @@ def _whose_slices(own: at.Attribution, x: Tensor, axis: int) -> Tensor | None:
 
 
 def _is_numbered(call: Operation, index: Tensor, own: at.Attribution) -> bool:
-    """A constant index takes other entries of one sample than of another."""
+    """Whether a constant index takes different entries of different samples."""
     assert own is not None
     moved = bool(call.flags(call.args[0]) & MOVED)
     return changes_alongside(index, own, call.shadow(index), moved)
@@ -78,9 +78,9 @@ def _is_numbered(call: Operation, index: Tensor, own: at.Attribution) -> bool:
 def _chosen(
     call: Operation, own: at.Attribution, of_index: at.Attribution, flags: int, of: int, by_data: bool
 ) -> Out:  # fmt: skip
-    """What an index takes, whose numbers are data where samples lie (`by_data`) or elsewhere."""
+    """Handles an index whose numbers are data, along the batch axis (`by_data`) or elsewhere."""
     flags, of = flags & STICKY, of & STICKY
-    if by_data:  # as an index its number in the batch is what it has to be
+    if by_data:  # as an index a position in the batch is correct
         back = flags & MOVED and of & (MOVED | POSITIONS) and own is not None and at.is_alike(own)
         flags |= of & ~(ORDER | POSITIONS) | (MOVED if of & MOVED else BY_VALUE)
         if back:  # as the values of this batch say
@@ -135,7 +135,7 @@ def _leading(
     used: Sequence[tuple[int, Tensor]],
     data: Sequence[tuple[int, Tensor]],
 ) -> at.Attribution:
-    """The attribution of the indices, in the axes where the result has theirs."""
+    """Returns the attribution of the indices, in their axes of the result."""
     shape = torch.broadcast_shapes(*[i.shape for _, i in used])
     found: at.Attribution = None
     for _, i in data:
@@ -146,7 +146,7 @@ def _leading(
 
 
 def _spread(found: Tensor, axes: Sequence[int], x: Tensor) -> Tensor:
-    """Of indices of these axes of `x`, with the axes of the result."""
+    """Moves the attribution of indices of these axes of `x` to the axes of the result."""
     together = list(axes) == list(range(axes[0], axes[-1] + 1))
     before = axes[0] if together else 0
     after = x.dim() - axes[-1] - 1 if together else x.dim() - len(axes)
@@ -154,7 +154,7 @@ def _spread(found: Tensor, axes: Sequence[int], x: Tensor) -> Tensor:
 
 
 def _masked(call: Operation, x: Tensor, used: Sequence[tuple[int, Tensor]]) -> list[Any] | None:
-    """Entries that a mask selects: how many come before depends on all, which they are does not."""
+    """Handles a mask: which entries it selects depends on their sample, their positions on all."""
     if len(used) > 1 or call.outs[0].is_meta:
         return None
     axis, mask = used[0]
@@ -177,13 +177,13 @@ def _masked(call: Operation, x: Tensor, used: Sequence[tuple[int, Tensor]]) -> l
 
 
 def _note_number(call: Operation, several: bool) -> None:
-    """Python can ask a result how long it is."""
+    """Notes that Python can read the length of a result."""
     if several:
         call.tracer.known_number(call.outs[0].shape[0] if call.outs[0].dim() else 1)
 
 
 def _is_masked_by_number(call: Operation, x: Tensor, axis: int, mask: Tensor) -> int:
-    """ORDER if a constant mask changes from sample to sample."""
+    """Returns ORDER if a constant mask differs between samples."""
     own = call.of(x)
     if own is None or call.of(mask) is not None:
         return 0
@@ -220,7 +220,7 @@ def _selected(call: Operation) -> list[Any]:
 
 @rule("masked_scatter_backward", by_values=True)
 def _selected_backward(call: Operation) -> list[Any] | None:
-    """What a mask selects, and zeros behind it."""
+    """Handles the gradient of a mask: selected entries, and zeros elsewhere."""
     g, mask = call.args[:2]
     if g.is_meta:
         return None
@@ -238,7 +238,7 @@ def _selected_backward(call: Operation) -> list[Any] | None:
 
 @rule("masked_scatter", by_values=True)
 def _scattered_by_mask(call: Operation) -> list[Any] | None:
-    """Entries of the source go where the mask is set, one after the other."""
+    """Writes entries of the source in sequence where the mask is set."""
     x, mask, source = call.args[:3]
     if x.is_meta:
         return None
@@ -287,7 +287,7 @@ def _scattered(call: Operation) -> list[Any] | None:
         of_index, of_source = at.expanded(of_index, shape), at.expanded(of_source, shape)
     written = at.joined(of_source, of_index)
     moved = call.flags(index) & MOVED
-    if of_index is not None and not moved:  # any place of the axis may have been hit, or not
+    if of_index is not None and not moved:  # any position of the axis may have been written
         return _anywhere(base, axis, own, written)
     if written is None:
         written = at.everywhere(at.NONE, base.dim())
@@ -304,7 +304,7 @@ def _scattered(call: Operation) -> list[Any] | None:
         numbers = of_source is None and source is not None and source.numel() > 1
         if numbers and moved:
             numbers = changes_alongside(source, of_index, call.shadow(source), True)  # type: ignore[arg-type]
-            flags |= POSITIONS * numbers  # by the place that a sample has among all
+            flags |= POSITIONS * numbers  # by a sample's position among all
         flags |= (
             call.flags(index) & STICKY & ~(ORDER if numbers and not moved else ORDER | POSITIONS)
         )
@@ -374,7 +374,7 @@ def _put(call: Operation) -> list[Any] | None:
 def _is_put_by_number(
     call: Operation, full: Tensor, indices: Sequence[Any], written: at.Attribution
 ) -> bool:  # fmt: skip
-    """Constant indices of axes that hold no samples change from sample to sample."""
+    """Whether constant indices of axes without samples differ between samples."""
     used = [i for i in indices if i is not None]
     shape = torch.broadcast_shapes(*[i.shape for i in used])
     axes = [axis for axis, i in enumerate(indices) if i is not None]
@@ -389,7 +389,7 @@ def _is_put_by_number(
 
 
 def _put_anywhere(call: Operation, full: Tensor, indices: Sequence[Any], written: Tensor) -> Tensor:
-    """Which entries are hit is data: all along those axes are as much."""
+    """Handles writes whose positions are data: all entries along those axes may be written."""
     axes = [d for d, i in enumerate(indices) if i is not None and call.of(i) is not None]
     if all(call.of(i) is not None for i in indices if i is not None):
         one = at.reduced(written).reshape([1] * full.dim())  # type: ignore[union-attr]
@@ -418,7 +418,7 @@ def _put_by_mask(
     if of_mask is None or at.is_mixed(found) or call.flags(base) & MOVED:
         return [Out(found, order)]
     flags = (call.flags(base) | call.flags(source) | call.flags(indices[0])) & STICKY
-    if flags & MOVED:  # as the values of this batch say, each is back in its place
+    if flags & MOVED:  # by the values of this batch, each is back in its position
         flags = flags & ~MOVED | BY_VALUE
     return [Out(found, flags | order, exact=True)]
 

@@ -1,12 +1,11 @@
-"""The law of independent samples: every entry is of one sample, and all samples are treated alike.
+"""The law of independent samples: each entry depends on one sample, and all samples are treated alike.
 
 Every use of a trained tensor adds f(operands, gradient of its output) to the sum of gradients. If each
-entry of the output and of the gradient follows from one and the same sample, then that term is the
-sample's own. What is done to a sample must not depend on its number in the batch, either: a constant
-that has other values alongside one sample than alongside another says which number it has (masks of
-ones pass, `arange(b)` does not), and where parts that hold some samples alone meet again (`cat`,
-`stack`, writes into slices), they must have been made in one way. So a loop over samples is proven,
-and `cat([h[:2], 1.5 * h[2:]])` is not.
+entry of the output and of the gradient depends on one and the same sample, that term belongs to that
+sample. The computation for a sample must not depend on its position in the batch either. A constant with
+different values alongside different samples reveals the position: masks of ones pass, `arange(b)` does
+not. Parts with only some samples may be joined again (`cat`, `stack`, writes into slices) if all were
+made in the same way. So a loop over samples is proven, and `cat([h[:2], 1.5 * h[2:]])` is not.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from fastclip.trace.operation import Kind, is_leaf
 _LARGEST = 65536
 """Entries of a constant whose content identifies it."""
 _NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Relative tolerance for values computed from parameters, whose sums may be in another order."""
+"""Relative tolerance for values computed from parameters: the order of sums may vary."""
 _OF_POSITION = frozenset(("select_backward", "slice_backward"))
-"""Their numbers say which part it is, not how it was made."""
+"""Their numbers say which part it is, not how it was computed."""
 
 
 class Law:
@@ -63,8 +62,8 @@ class Law:
 
         Args:
             use: names it in findings. key: identifies the trained tensors. out: the output's shadow.
-            cause: where the output first followed from several samples. gradient: of the output;
-                None if it is zero.
+            cause: where the output first depended on several samples. gradient: of the output;
+            None if it is zero.
         """
         tracer = self.tracer
         if gradient is None:
@@ -91,10 +90,10 @@ class Law:
                 self._cover(use, key, out, got, cause or of_gradient)
 
     def is_given(self, rows: Tensor | None) -> bool:
-        """Whether the model has been called with the same samples for all gradients of this step.
+        """Whether the model was called with the same samples for all gradients of this step.
 
         Args:
-            rows: the sample of each row that it was called with; None: row i is sample i.
+            rows: the sample of each row of its input; None: row i is sample i.
         """
         before, self._rows = self._rows if self._met else rows, rows
         self._met = True
@@ -103,7 +102,7 @@ class Law:
         )
 
     def _is_uneven(self, out: Shadow, got: Shadow, gradient: Tensor) -> bool:
-        """What is done to a sample depends on its number."""
+        """Whether the computation for a sample depends on its position in the batch."""
         own = out.sample
         if own is None or (out.flags | got.flags) & (MOVED | BY_VALUE) or not out.whole:
             return False
@@ -123,10 +122,10 @@ class Law:
         seen |= got.samples if got.held else out.samples
 
     def end_step(self, reached: Container[int] | None = None) -> None:
-        """All gradients of the step have arrived.
+        """Ends the step, after all gradients have arrived.
 
         Args:
-            reached: numbers of the nodes behind the losses; None: of all nodes.
+            reached: numbers of the nodes below the losses; None: all nodes.
         """
         report = self.tracer.report
         for number, cause in self.tracer.python.suspects.items():
@@ -148,7 +147,7 @@ class Law:
 
 
 def generators() -> tuple:
-    """The states of the generators by which Python may choose its way."""
+    """Returns the states of the generators that Python may branch on."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -161,7 +160,7 @@ def _is_unseen(shadow: Shadow) -> bool:
 
 
 def _is_same(out: Shadow, got: Shadow) -> bool:
-    """Each entry is of one sample, or of none, in both."""
+    """Whether each entry depends on the same sample, or none, in both."""
     if got.mixed:
         return False
     if out.sample is None or got.sample is None:
@@ -177,10 +176,10 @@ def ordered(
     tracer: Any, kind: Kind, found: list[Shadow], tensors: Sequence[Tensor],
     shadows: Sequence[Shadow], outs: Sequence[Tensor],
 ) -> list[Shadow]:  # fmt: skip
-    """What an operation returns, flagged if constants among its operands change from sample to sample.
+    """Flags an operation's outputs if constants among its operands differ between samples.
 
     Args:
-        found: as its rule says. tensors, shadows: its operands. outs: what it returned.
+        found: the rule's result. tensors, shadows: its operands. outs: its outputs.
     """
     own = found[0].sample if found else None
     if own is None or found[0].flags & ORDER:
@@ -207,7 +206,7 @@ def ordered(
 
 
 def flagged(tracer: Any, shadow: Shadow, flag: int = ORDER) -> Shadow:
-    """The same, in which the number of a sample matters."""
+    """Returns the same shadow, flagged as dependent on a sample's position."""
     return tracer.made(
         shadow.sample, shadow.flags | flag,
         degree=shadow.degree, part=shadow.part, factor=shadow.factor,
@@ -215,11 +214,11 @@ def flagged(tracer: Any, shadow: Shadow, flag: int = ORDER) -> Shadow:
 
 
 def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = False) -> bool:
-    """Whether a constant has other values alongside one sample than alongside another.
+    """Whether a constant has different values alongside different samples.
 
     Args:
-        own: the attribution of what it meets. shadow: the constant's. moved: samples lie where data put
-            them.
+        own: the attribution of the other operand. shadow: the constant's. moved: samples lie where data
+            put them.
     """
     if _is_drawn_for_each(shadow) or x.numel() < 2 or x.is_meta:
         return False
@@ -227,14 +226,14 @@ def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = Fals
         torch.broadcast_shapes(x.shape, own.shape)
     except RuntimeError:
         return False
-    if shadow.flags & TRAINED and x.requires_grad and is_leaf(x):  # a trained entry for each number
+    if shadow.flags & TRAINED and x.requires_grad and is_leaf(x):  # one trained entry per position
         x = torch.arange(x.numel(), device="cpu").view(x.shape)
     derived = shadow.flags & TRAINED and x.requires_grad and not is_leaf(x)
     return at.differs(x, own, moved, _NEAR.get(x.dtype, 0.0) if derived else 0.0)
 
 
 def _is_drawn_for_each(shadow: Shadow) -> bool:
-    """Its entries are drawn one by one, all alike."""
+    """Whether its entries are drawn independently, from one distribution."""
     return bool(shadow.flags & RANDOM and not shadow.flags & CHANCE)
 
 
@@ -246,20 +245,20 @@ def _is_stacked(x: Tensor, own: Tensor) -> bool:
 
 
 def is_uneven(x: Tensor, sample: Tensor) -> bool:
-    """Whether entries of no sample, among those of samples, change from sample to sample."""
+    """Whether constant entries, among those of samples, differ between samples."""
     none = sample == at.NONE
     if x.is_meta or not x.numel() or x.is_complex() or not bool(none.any()) or bool(none.all()):
         return False
     values = x.detach().double().expand(x.shape)
     for axis in range(sample.dim()):
         if not at.lie_along(sample, axis):
-            continue  # one sample alone lies along this axis
+            continue  # only one sample lies along this axis
         here = none.expand(x.shape)
         high = values.masked_fill(~here, -torch.inf).movedim(axis, 0)
         least, some = values.masked_fill(~here, torch.inf).movedim(axis, 0), here.movedim(axis, 0)
         if (
             order := _in_equal_shares(sample, axis)
-        ) is not None:  # n entries of each, heads perhaps
+        ) is not None:  # n entries per sample, heads perhaps
             high, least, some = high[order], least[order], some[order]
         high, least, some = high.amax(0), least.amin(0), some.any(0)
         if bool(((high > least) & some).any()):
@@ -268,7 +267,7 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
 
 
 def _in_equal_shares(sample: Tensor, axis: int) -> Tensor | None:
-    """The entries along an axis by sample [b, n], if each is alongside one, and all have as many."""
+    """Returns the entries along an axis by sample [b, n], if each belongs to one, and all have n."""
     line = at.reduced(sample, [d for d in range(sample.dim()) if d != axis])
     if line is None or at.is_mixed(line):
         return None
@@ -279,15 +278,15 @@ def _in_equal_shares(sample: Tensor, axis: int) -> Tensor | None:
     return line.argsort(stable=True).view(len(counts), -1)
 
 
-# What was drawn
+# Random numbers
 
 _COPYING = frozenset(("_to_copy", "clone", "copy", "detach", "alias", "lift_fresh"))
 
 
 def drawn(kind: Kind, tensors: Sequence[Tensor], shadows: Sequence[Shadow], *, again: bool) -> int:
-    """What an operation on no sample gives: RANDOM if each entry is drawn by itself, CHANCE if it
-    follows from several draws, or from one that is not alike for all entries: of numbers that change, by
-    a permutation.
+    """Returns RANDOM if an operation without samples draws each entry independently. Returns CHANCE if
+    entries depend on several draws, or on one that differs between entries (from changing numbers, by a
+    permutation).
 
     Args:
         again: it has drawn the numbers of the step before, which are constants.
@@ -309,10 +308,10 @@ def drawn(kind: Kind, tensors: Sequence[Tensor], shadows: Sequence[Shadow], *, a
 def meets_chance(
     report: Report, kind: Kind, x: Tensor, shadow: Shadow, shadows: Sequence[Shadow]
 ) -> None:  # fmt: skip
-    """Samples meet what was drawn: it may say where they lie, or weigh one by the others.
+    """Notes that samples meet random numbers, which may place samples or weigh one by the others.
 
     Args:
-        x: what was drawn, one of the operands. shadow: its shadow. shadows: of all operands.
+        x: the random operand. shadow: its shadow. shadows: of all operands.
     """
     if not shadow.flags & CHANCE:
         report.by_chance |= not (kind.pointwise or x.is_floating_point())
@@ -328,8 +327,8 @@ _MATRICES = frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "c
 
 
 def lies_across(tracer: Any, kind: Kind, x: Tensor, axis: int, shadows: Sequence[Shadow]) -> bool:
-    """An axis as long as the batch is not the axis of the samples that it meets, or past the model it
-    meets parameters alone, entry by entry (weights, to which they are to stay near).
+    """Whether an axis as long as the batch is not the batch axis: the samples it meets lie along another
+    one, or outside the model it meets only parameters, entry by entry (a penalty on their change).
 
     Args:
         x: an operand. axis: its axis. shadows: of all operands.
@@ -345,7 +344,7 @@ def lies_across(tracer: Any, kind: Kind, x: Tensor, axis: int, shadows: Sequence
 
 
 def samples_beside(x: Tensor, samples: int, shadows: Sequence[Shadow]) -> at.Attribution:
-    """The samples of the rows of an operand that has as many rows as `x`, more than one a sample."""
+    """Returns the samples of an operand's rows that are as many as `x`'s, more than one per sample."""
     if not x.dim() or not x.stride(0) or len(x) % samples:
         return None
     for shadow in shadows:
@@ -359,24 +358,24 @@ def samples_beside(x: Tensor, samples: int, shadows: Sequence[Shadow]) -> at.Att
 
 
 def is_branched(tracer: Any) -> bool:
-    """Python knows numbers of single samples, or how long they are: parts may be chosen by them."""
+    """Whether Python knows numbers or lengths of single samples, and may choose parts by them."""
     return tracer.memory.lengths_read or any(r.of == "one sample" for r in tracer.report.reads)
 
 
-def parts_told(
+def parts_described(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
     found: Sequence[Shadow], outs: Sequence[Tensor],
 ) -> list[Shadow]:  # fmt: skip
-    """What an operation returns, each part with the number of how it was made."""
+    """Gives each part of the outputs a number for how it was made."""
     with tracer.aside():
         made = [_identified(tracer, x, s) for x, s in zip(tensors, shadows, strict=True)]
         return [
-            _told(tracer, kind, args, made, shadows, f, out)
+            _described(tracer, kind, args, made, shadows, f, out)
             for f, out in zip(found, outs, strict=True)
         ]
 
 
-def _told(
+def _described(
     tracer: Any, kind: Kind, args: tuple, made: list[Any], shadows: Sequence[Shadow], found: Shadow,
     out: Tensor,
 ) -> Shadow:  # fmt: skip
@@ -409,7 +408,7 @@ def _told(
 def _meets(
     kind: Kind, found: Shadow, partial: Sequence[Shadow], shadows: Sequence[Shadow], met: set
 ) -> bool:  # fmt: skip
-    """In what holds all samples, some were treated in another way than the others."""
+    """Whether some samples were treated differently in a tensor that holds all of them."""
     if len(met) > 1:
         return True
     if kind.pointwise:
@@ -422,7 +421,7 @@ def _meets(
 
 
 def _identified(tracer: Any, x: Tensor, shadow: Shadow) -> Any:
-    """What tells an operand from another."""
+    """Returns what identifies an operand."""
     if shadow.held:
         if shadow.whole:
             return hash((tracer.memory.serial(x), True))

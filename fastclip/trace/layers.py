@@ -70,7 +70,7 @@ def _linear(call: Operation) -> list[Any] | None:
 
 
 def _sum_over_samples(left: at.Attribution, right: at.Attribution) -> bool:
-    """Whether each term of a product's sums is of one sample."""
+    """Whether each term of a product's sums belongs to one sample."""
     if left is not None and not bool(
         (left == left.amax(list(range(left.dim() - 1)), keepdim=True)).all()
     ):
@@ -141,7 +141,7 @@ _AXES = {"1d": 1, "2d": 2, "3d": 3}
     "upsample_trilinear3d_backward", "upsample_nearest3d", "upsample_nearest3d_backward",
 )  # fmt: skip
 def _image(call: Operation) -> list[Any] | None:
-    """Anywhere within the last axes, which are one image."""
+    """Joins entries within the last axes, which are one image."""
     if call.kwargs.get("grad_input") is not None:
         return None
     axes = next(n for name, n in _AXES.items() if name in call.name)
@@ -192,7 +192,7 @@ def _group_norm(call: Operation) -> list[Any] | None:
 
 
 def _with_sums(call: Operation, found: at.Attribution, shape: torch.Size) -> list[Any]:
-    """The input's gradient, and those of weights, which are sums over samples."""
+    """Returns the input's gradient, and those of weights, which are sums over samples."""
     if found is None:
         return [None] * len(call.outs)
     degree = None if at.is_mixed(found) else 0
@@ -237,7 +237,7 @@ def _batch_norm(call: Operation) -> list[Any] | None:
 
 
 def _channels_differ(call: Operation, found: at.Attribution) -> int:
-    """ORDER if constants of channels change from sample to sample, where these lie in the channels."""
+    """Returns ORDER if channels hold samples and constants of channels differ between them."""
     if found is None or found.dim() < 2 or found.shape[1] == 1:
         return 0
     call.by_values = True
@@ -320,10 +320,10 @@ def _recurrent(call: Operation) -> list[Any] | None:
 
 @rule("_pack_padded_sequence", "_pack_padded_sequence_backward", by_values=True)
 def _packed(call: Operation) -> list[Any]:
-    """Samples go where their lengths say, each its own."""
+    """Moves samples by their lengths; each entry keeps its sample."""
     x = call.args[0]
     found = call.func(at.expanded(call.of(x), x.shape).double() + 1, *call.args[1:], **call.kwargs)
-    if isinstance(found, Tensor):  # what lies behind the end of a sequence is as much its own
+    if isinstance(found, Tensor):  # padding of a sequence belongs to its sample
         time = 1 if call.args[3] else 0
         return [Out(at.reduced(at.compressed(found.to(at.KIND) - 1), [time]), drop=MOVED)]
     lengths = [
@@ -362,7 +362,7 @@ def _embedding_backward(call: Operation) -> list[Any]:
 
 
 def _bag_axes(call: Operation, numbers: int) -> Tensor | None:
-    """To which bag each index belongs, where that is a constant."""
+    """Returns the bag of each index, if that is constant."""
     offsets = call.args[2]
     if call.of(offsets) is not None or offsets.is_meta:
         return None
@@ -398,7 +398,7 @@ def _bags_backward(call: Operation) -> list[Any]:
 
 @rule("_weight_norm_interface_backward", "_weight_norm_interface")
 def _weights(call: Operation) -> list[Any]:
-    """Of weights, which are all one."""
+    """Handles weights, which all have one attribution."""
     found: at.Attribution = None
     for x in call.operands:
         own = call.of(x)
@@ -409,7 +409,7 @@ def _weights(call: Operation) -> list[Any]:
 
 @rule("_trilinear")
 def _three_factors(call: Operation) -> list[Any]:
-    """A sum over axes of a product of three, each with new axes."""
+    """Handles a sum over axes of a product of three, each with new axes."""
     given, found = call.given, None
     dims = call.args[0].dim() + len(given["expand1"])
     for name in ("1", "2", "3"):
@@ -424,7 +424,7 @@ def _three_factors(call: Operation) -> list[Any]:
 
 @rule("col2im")
 def _columns_back(call: Operation) -> list[Any]:
-    """Patches of an image, [b, channels of patches, patches], are added up."""
+    """Adds patches of an image, [b, channels of patches, patches]."""
     own = at.reduced(call.of(call.args[0]), [-1, -2])
     assert own is not None
     return [
@@ -439,7 +439,7 @@ def _columns_back(call: Operation) -> list[Any]:
 
 @rule("nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward")
 def _classes(call: Operation) -> list[Any]:
-    """A mean divides by the weights of the labels that count: a constant while no label is ignored."""
+    """Handles a mean over the weights of counted labels, which is constant if no label is ignored."""
     given = call.given
     x, y = given["self"], given["target"]
     axis = 1 if x.dim() > 1 else 0
@@ -451,7 +451,7 @@ def _classes(call: Operation) -> list[Any]:
     mean = given["reduction"] == 1
     uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
     counted = at.reduced(call.of(y))
-    # Of one sample, which may ignore some.
+    # The labels of one sample, of which some may be ignored.
     own_labels = counted is not None and not at.is_mixed(counted)
     if mean and counted is not None and not (uneven or own_labels):
         call.tracer.guarded_labels.add(memory_of(y))
@@ -477,7 +477,7 @@ def _classes(call: Operation) -> list[Any]:
 
 
 def _numbered(call: Operation, own: at.Attribution, *constants: Any) -> int:
-    """ORDER if one of these constants changes from sample to sample."""
+    """Returns ORDER if one of these constants differs between samples."""
     call.by_values = True
     changes = own is not None and any(
         isinstance(x, Tensor) and call.of(x) is None and changes_alongside(x, own, call.shadow(x))
@@ -487,7 +487,7 @@ def _numbered(call: Operation, own: at.Attribution, *constants: Any) -> int:
 
 
 def _counts_differ(call: Operation, y: Tensor, given: dict[str, Any]) -> bool:
-    """Labels that do not count, or classes of unlike weight, so that the count is the batch's."""
+    """Whether labels are ignored or class weights differ: the count then depends on the batch."""
     if given["weight"] is not None or y.is_meta:
         return True
     return bool(
@@ -496,8 +496,8 @@ def _counts_differ(call: Operation, y: Tensor, given: dict[str, Any]) -> bool:
 
 
 def _constant_labels(call: Operation, y: Tensor, ignored: int) -> int:
-    """How many labels that do not count, none of them a sample's, there are for each sample; 0 where
-    they are not as many for all."""
+    """Returns how many constant ignored labels each sample has; 0 if that number differs between
+    samples."""
     owners = at.expanded(call.of(y), y.shape)
     count, samples = int((y == ignored).sum()), owners[owners >= 0].unique().numel()
     return 0 if count % max(samples, 1) else count // max(samples, 1)
@@ -515,7 +515,7 @@ def _classes_backward(call: Operation, own: Tensor, uneven: bool) -> Out:
         return Out(joined)
     count = call.given["total_weight"]
     of_count = call.of(count)
-    if of_count is not None and not at.is_mixed(of_count):  # one sample's own labels
+    if of_count is not None and not at.is_mixed(of_count):  # labels of one sample
         return Out(at.joined(joined, of_count.reshape([1] * own.dim())))
     positive = not count.is_meta and bool((count > 0).all())
     y = call.given["target"]
@@ -582,7 +582,7 @@ def _loss_backward(call: Operation) -> list[Any]:
 
 @rule("multi_margin_loss_backward", "multilabel_margin_loss_backward")
 def _margins_backward(call: Operation) -> list[Any]:
-    """Labels and gradients have the axis of the scores, or none at all."""
+    """Handles labels and gradients, which have the scores' batch axis or none."""
     given, dims = call.given, call.outs[0].dim()
     found = at.reduced(call.of(given["self"]), [-1])
     for x in (given["target"], given["grad_output"], given.get("is_target")):
@@ -595,7 +595,7 @@ def _margins_backward(call: Operation) -> list[Any]:
 
 @rule("_ctc_loss", "_ctc_loss_backward")
 def _connectionist(call: Operation) -> list[Any] | None:
-    """Axis 1 of the scores holds the sequences, axis 0 of the labels."""
+    """Handles CTC losses: sequences lie along axis 1 of scores and axis 0 of labels."""
     backward = call.name.endswith("backward")
     scores, labels = call.args[1 if backward else 0], call.args[2 if backward else 1]
     found = at.reduced(call.of(scores), [0, 2]) if scores.dim() == 3 else None

@@ -1,8 +1,8 @@
-"""What is known of each tensor (its shadow), and where that is kept: by memory, since autograd unpacks
-what it saves as other tensors.
+"""Shadows of tensors (what is known of them), stored by memory: autograd unpacks saved tensors as
+other objects.
 
-A memory holds the shadow of every geometry in which it has been seen. A write into a part of it turns
-the record into one attribution for each of its entries, of which other geometries are read.
+A memory holds the shadow of every geometry in which it was seen. A write into a part of it turns the
+record into one attribution per entry, from which other geometries are read.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ from fastclip.trace.attribution import (
 )
 
 ORDER = 1
-"""Its numbers depend on which number a sample has in the batch."""
+"""Its numbers depend on a sample's position in the batch."""
 MOVED = 2
-"""Samples lie where data put them, each entry still of one sample."""
+"""Data decides where samples lie; each entry still belongs to one sample."""
 RANDOM = 4
-"""Of no sample, and drawn anew for every entry."""
+"""It depends on no sample, and is drawn independently for every entry."""
 TRAINED = 8
-"""Of trained tensors alone: a derived value."""
+"""It depends only on trained tensors: a derived value."""
 POSITIONS = 16
-"""Numbers that say where moved samples lie: of one sample as an index, of several as a value."""
+"""Positions of moved samples: of one sample as an index, of several as a value."""
 BY_VALUE = 32
 """The attribution holds for the values of this batch."""
 LEARNED = 64
-"""Trained tensors have had a part in it."""
+"""It depends on trained tensors."""
 FOREIGN = 128
-"""Trained tensors that are none of the model's have had a part in it."""
+"""It depends on trained tensors outside the model."""
 READ = 256
-"""A number that Python may have computed from samples has had a part in it."""
+"""It depends on a number that Python may have computed from samples."""
 CHANCE = 512
-"""Of no sample, and computed from what was drawn."""
+"""It depends on no sample, and is computed from random numbers."""
 STICKY = ORDER | MOVED | BY_VALUE | POSITIONS | LEARNED | READ
-"""What an operation hands on from its operands."""
+"""The flags that an operation's outputs inherit from its operands."""
 _CONSTANT = RANDOM | CHANCE | TRAINED | FOREIGN
-"""What a constant can be."""
+"""The flags that a constant can have."""
 
 
 class Shadow:
-    """One tensor's.
+    """What is known of one tensor.
 
     Args:
         sample: the attribution. flags: of those above.
         degree: k if the tensor is a sum over samples of b^k times one sample's term.
-        part: of a tensor that holds some of the samples alone: how it was made, as a number.
-        factor: identifies the positive number that all entries have been multiplied by, which follows
-            from several samples and takes no gradient; None: there is none.
+        part: for a tensor with only some samples: how it was computed, as a number.
+        factor: identifies the positive number that multiplies all entries, depends on several samples
+            and takes no gradient; None: there is none.
         whole: all samples of the batch are in it.
 
     Attributes:
-        held: it follows from some sample. partial: from some samples alone. joined: of several, or of
-            their order, and no sum over samples.
+        held: it depends on some sample. partial: only on some samples. joined: on several, or on their
+            order, and it is not a sum over samples.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class Shadow:
 
     @property
     def samples(self) -> frozenset[int]:
-        """The numbers of the samples that are in it."""
+        """The numbers of its samples."""
         found = self._samples
         if found is None:
             own = () if self.sample is None else self.sample.unique().tolist()
@@ -105,7 +105,7 @@ class Shadow:
         return found
 
     def axes(self, dims: int) -> tuple[bool, ...]:
-        """Of a tensor of so many dimensions: along which of its axes entries of several samples lie."""
+        """Returns for each of a tensor's axes whether entries of several samples lie along it."""
         if self._axes is None:
             own = self.sample
             several = () if own is None else (lie_along(own, axis) for axis in range(own.dim()))
@@ -114,10 +114,10 @@ class Shadow:
 
 
 class Shadows:
-    """Equal shadows are one object, so that what a rule has found can be remembered by them.
+    """Keeps one object for equal shadows, and remembers results of rules by them.
 
-    One of these serves all tracers of a process. It forgets everything when it holds too much; whoever
-    still has a shadow keeps it.
+    All tracers of a process share one instance. It forgets everything when it holds too much. Shadows
+    that are in use remain valid.
     """
 
     MOST = 1 << 15
@@ -130,11 +130,11 @@ class Shadows:
         self._found: dict[tuple, Shadow] = {}
         self._entries = 0
         self.remembered: dict[tuple, tuple[list[Shadow], list[Shadow]]] = {}
-        """(operator, arguments, shapes, shadows) -> what it returned, and those shadows, kept."""
+        """(operator, arguments, shapes, shadows) -> the result, and those shadows, kept alive."""
         self.constant = self.of_no_sample()
 
     def of_no_sample(self, flags: int = 0, factor: int | None = None) -> Shadow:
-        """A constant."""
+        """Returns the shadow of a constant."""
         flags &= _CONSTANT
         return self._constants[flags] if factor is None else Shadow(None, flags, factor=factor)
 
@@ -142,7 +142,7 @@ class Shadows:
         self, sample: Attribution, samples: int, flags: int = 0, degree: int | None = None,
         part: int | None = None, factor: int | None = None,
     ) -> Shadow:  # fmt: skip
-        """The shadow of a tensor in a batch of so many samples."""
+        """Returns the shadow of a tensor in a batch of so many samples."""
         if sample is None or not sample.numel():
             return self.of_no_sample(flags, factor)
         content = sample.numpy().tobytes()
@@ -150,7 +150,7 @@ class Shadows:
         found = self._found.get(key)
         if found is None:
             self._make_room(sample.numel())
-            # A copy: it may lie in a memory's record, which is written into.
+            # A copy: it may be part of a memory's record, which is written into.
             found = self._made(sample.clone(), samples, flags, degree, part, factor)
             self._found[key] = found
         return found
@@ -174,23 +174,23 @@ class Shadows:
 
 
 SHADOWS = Shadows()
-"""Of this process."""
+"""The instance of this process."""
 
 
-# Where they are kept
+# Storage by memory
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""Of other classes a tensor may hold a part of its numbers alone."""
+"""Tensors of other classes may hold only a part of their numbers."""
 _FEW = 64
-"""Entries of a constant that is known by its numbers."""
+"""Entries of a constant that is identified by its values."""
 _KEPT = STICKY | TRAINED | FOREIGN
-"""What a part of a memory gives to all of it."""
+"""The flags that a part of a memory gives to all of it."""
 
 
 def key_of(x: Tensor) -> int:
-    """Names the memory of a tensor while it lives; 0 if it has none of its own (sparse, nested)."""
+    """Returns a key of a tensor's memory while it lives; 0 if it has none (sparse, nested)."""
     try:
         return memory_of(x)
     except (NotImplementedError, RuntimeError):
@@ -198,23 +198,23 @@ def key_of(x: Tensor) -> int:
 
 
 def lies_in(x: Tensor, tensors: Iterable[Tensor]) -> bool:
-    """In an operand's memory; `unsafe_split` and its like do not say so in their schema."""
+    """Whether it shares memory with an operand; schemas do not say so for `unsafe_split` etc."""
     own = key_of(x)
     return any(x is y or (own != 0 and own == key_of(y)) for y in tensors)
 
 
 def geometry_of(x: Tensor) -> Geometry:
-    """Offset, sizes, strides and bytes an entry."""
+    """Returns offset, sizes, strides and bytes per entry."""
     return int(x.storage_offset()), x.shape, x.stride(), x.element_size()
 
 
 def _start_of(x: Tensor) -> Hashable:
-    """The same of the first parts of one tensor, however long."""
+    """Returns the same for first parts of one tensor, independent of their length."""
     return int(x.storage_offset()), x.stride(), x.element_size()
 
 
 def content_of(x: Tensor) -> int:
-    """Identifies the numbers of a constant."""
+    """Returns an id of the values of a constant."""
     plain = x.detach().cpu().resolve_conj().resolve_neg()
     values = torch.empty(x.numel(), dtype=x.dtype, device="cpu").copy_(plain.reshape(-1))
     content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
@@ -222,7 +222,7 @@ def content_of(x: Tensor) -> int:
 
 
 def state_of(generator: torch.Generator) -> int:
-    """Identifies what it draws next; 0 while a graph is being captured."""
+    """Returns an id of a generator's state; 0 while a graph is being captured."""
     with suppress(RuntimeError):
         return hash(generator.get_state().numpy().tobytes())
     return 0
@@ -230,27 +230,27 @@ def state_of(generator: torch.Generator) -> int:
 
 @dataclass(slots=True)
 class Record:
-    """What lies in one memory."""
+    """The shadows in one memory."""
 
     reference: StorageWeakRef
-    """Its number is not used again while this lives; the memory itself is freed."""
+    """It keeps the key unique, but does not keep the memory."""
     size: int
-    """Bytes an entry."""
+    """Bytes per entry."""
     shadows: dict[Geometry, Shadow] = field(default_factory=dict)
     flat: Tensor | None = None
     flags: int = 0
     parts: dict[object, set[int]] = field(default_factory=dict)
-    """How some samples' entries were written, and of which samples."""
+    """How entries of some samples were written, and which samples these are."""
     root: object = None
-    """How all of it was made, if it holds some samples alone."""
+    """How all of it was made, if it holds only some samples."""
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
     fresh: bool = False
-    """Nothing was written there since it was made."""
+    """Whether nothing was written there since it was made."""
     formula: int | None = None
-    """How what lies there was computed, and from what; what has the same formula is equal."""
+    """How its values were computed, and from what; equal formulas mean equal values."""
     cause: object | None = None
-    """Where its entries first followed from several samples."""
+    """Where its entries first depended on several samples."""
 
     @property
     def holds_samples(self) -> bool:
@@ -258,44 +258,44 @@ class Record:
 
 
 class Memory:
-    """Shadows by memory. What has no record is a constant."""
+    """Shadows by memory. A tensor without a record is a constant."""
 
     def __init__(self, shadows: Shadows) -> None:
         self.shadows, self.samples = shadows, 0
         self.present: torch.Tensor | None = None
-        """Numbers of the samples that the model is called with; None: all."""
+        """Numbers of the samples in the model's input; None: all."""
         self.lengths_read = False
-        """Python knows how long samples are, so parts of the batch may be chosen by it."""
+        """Python knows the lengths of samples, and may choose parts of the batch by them."""
         self.views = 1
-        """Positions of each sample in what is so many times as long as the batch."""
+        """Positions per sample in a tensor that is this many times as long as the batch."""
         self._records: dict[int, Record] = {}
         self._given: dict[int, dict[Hashable, tuple[StorageWeakRef, int, int]]] = {}
-        """Memory that samples of this step were seeded in: where they begin there, and its version."""
+        """Memory where samples of this step were marked: where they begin, and its version."""
         self._earlier: dict[int, dict[Hashable, tuple[StorageWeakRef, int, int]]] = {}
-        """The same of the steps before."""
+        """The same for earlier steps."""
         self._known: dict[int, StorageWeakRef] = {}
         """Memory of the model: constants."""
         self._writes = 0
         self._drawn: set[int] = set()
         """States of generators that this step has drawn from."""
         self.drawn_before: Collection[int] = ()
-        """The same of the step before."""
+        """The same for the previous step."""
 
     def axis_of(self, x: torch.Tensor) -> int | None:
-        """The first axis that is as long as the batch, without views or with them."""
+        """Returns the first axis that is as long as the batch, without views or with them."""
         sizes = (self.samples, self.samples * self.views) if x.layout is torch.strided else ()
         return next((a for a, n in enumerate(x.shape) if n in sizes and x.stride(a)), None)
 
     def each_at(self, size: int) -> int:
-        """Positions of each sample along an axis of this length that the samples lie along."""
+        """Returns the positions per sample along a batch axis of this length."""
         return self.views if self.samples and size == self.samples * self.views else 1
 
     def samples_in(self, rows: int) -> int:
-        """Of how many samples so many rows are."""
+        """Returns the number of samples in so many rows."""
         return rows // self.each_at(rows)
 
     def drew_again(self, generator: torch.Generator | None, state: int) -> bool:
-        """What was drawn since this state of the generator are the numbers of the step before.
+        """Whether draws from this state of the generator repeat the numbers of the previous step.
 
         Args:
             state: as of `state_of`. Dropout with p = 0 draws nothing.
@@ -306,7 +306,7 @@ class Memory:
         return state in self.drawn_before
 
     def know(self, x: Tensor) -> None:
-        """What lies in this memory follows from no sample until an operation writes it there."""
+        """Marks memory as constant until an operation writes samples there."""
         if key := key_of(x):
             self._known[key] = StorageWeakRef(x.untyped_storage())
 
@@ -315,17 +315,17 @@ class Memory:
         return found is not None and not found.expired()
 
     def record(self, x: Tensor) -> Record | None:
-        """None of a constant, and of a tensor without memory of its own."""
+        """Returns the record of a tensor; None for constants and tensors without memory."""
         return self._records.get(key_of(x))
 
     def found(self, x: Tensor) -> Shadow | None:
-        """The shadow of a tensor; None where nothing is known of its memory."""
+        """Returns the shadow of a tensor; None if its memory is unknown."""
         record = self.record(x)
         return None if record is None else self.within(record, x)
 
     def among_constants(self, x: Tensor) -> Attribution:
-        """The sample of every entry, if any lies in memory where some may be of none: else it is not
-        derived, which takes long for a large buffer that is written part by part."""
+        """Returns the sample of every entry if its memory may also hold constants. Otherwise it is not
+        computed, which would be slow for a large buffer written in parts."""
         record = self.record(x)
         flat = None if record is None else record.flat
         if record is None or (flat is not None and not bool((flat == NONE).any())):
@@ -333,7 +333,7 @@ class Memory:
         return self.within(record, x).sample
 
     def within(self, record: Record, x: Tensor) -> Shadow:
-        """The shadow of a tensor that lies in the memory of this record."""
+        """Returns the shadow of a tensor in the memory of this record."""
         geometry = geometry_of(x)
         shadow = record.shadows.get(geometry)
         if shadow is None:
@@ -343,10 +343,10 @@ class Memory:
     def write(
         self, x: Tensor, shadow: Shadow, cause: object | None = None, *, whole: bool = True
     ) -> None:
-        """An operation has made `x`, or has written into it.
+        """Stores the shadow of `x`, which an operation has made or written into.
 
         Args:
-            whole: all that lies in this memory is new.
+            whole: all of this memory is new.
         """
         key = key_of(x)
         if not key:
@@ -379,16 +379,16 @@ class Memory:
         record.serial, record.fresh = self._writes, False
 
     def begins(self, x: Tensor, shadow: Shadow) -> None:
-        """Memory that holds no numbers yet."""
+        """Stores a shadow for memory that holds no numbers yet."""
         self.write(x, shadow)
         if (record := self.record(x)) is not None:
             record.fresh = True
 
     def give(self, x: Tensor, shadow: Shadow) -> bool:
-        """Samples of this step lie in `x`.
+        """Notes that samples of this step lie in `x`.
 
         Returns:
-            Whether it is unchanged since an earlier step, in which samples lay there, too.
+            Whether it is unchanged since an earlier step, whose samples lay there too.
         """
         storage, again = x.untyped_storage(), self.was_given(x)
         parts = self._given.setdefault(memory_of(x), {})
@@ -397,21 +397,21 @@ class Memory:
         return again
 
     def is_given(self, x: Tensor) -> bool:
-        """Samples of this step lie in this memory."""
+        """Whether samples of this step lie in this memory."""
         return memory_of(x) in self._given
 
     def is_as_given(self, x: Tensor) -> bool:
-        """It is one of these tensors, and nothing was written there since."""
+        """Whether it is one of these tensors, and nothing was written there since."""
         found = self._given.get(memory_of(x), {}).get(_start_of(x))
         return found is not None and found[1:] == (version_of(x), x.numel())
 
     def was_given(self, x: Tensor) -> bool:
-        """Samples of an earlier step lay here, perhaps fewer or more, and nothing was written since."""
+        """Whether samples of an earlier step (any number) lay here, and nothing was written since."""
         found = self._earlier.get(memory_of(x), {}).get(_start_of(x))
         return found is not None and not found[0].expired() and found[1] == version_of(x)
 
     def _note_part(self, record: Record, x: Tensor, shadow: Shadow) -> None:
-        """How the entries of some samples were written, where others lie in the same memory."""
+        """Notes how entries of some samples were written, if the memory also holds others."""
         if shadow.held:
             if not shadow.whole and not shadow.flags & MOVED:
                 record.parts.setdefault(shadow.part, set()).update(shadow.samples)
@@ -421,13 +421,13 @@ class Memory:
             record.parts.setdefault(content_of(x), set()).update(before.samples)
 
     def view(self, x: Tensor, shadow: Shadow) -> None:
-        """Another geometry of the same memory."""
+        """Stores the shadow of another geometry of the same memory."""
         record = self.record(x)
         if record is not None:
             record.shadows[geometry_of(x)] = shadow
 
     def flat(self, record: Record, x: Tensor) -> Tensor:
-        """One attribution an entry of the memory that `x` lies in; it is written into."""
+        """Returns one attribution per entry of the memory of `x`; callers write into it."""
         if record.flat is None:
             entries = x.untyped_storage().nbytes() // record.size
             flat = torch.full((entries,), NONE, dtype=KIND, device="cpu")
@@ -464,7 +464,7 @@ class Memory:
         return found
 
     def part_of(self, x: Tensor, shadow: Shadow) -> int | None:
-        """How a view of some samples was made: the same number for the same view of other samples."""
+        """Returns how a view of some samples was made: equal numbers for equal views of others."""
         record = self.record(x)
         if record is None or not shadow.samples or shadow.sample is None:
             return shadow.part
@@ -479,26 +479,26 @@ class Memory:
         return hash((source, place, *((x.shape[k], x.stride(k)) for k in kept)))
 
     def computed(self, x: Tensor, key: object, operands: Iterable[Tensor]) -> None:
-        """An operation that draws nothing has made all that lies in this memory, of its operands."""
+        """Notes that an operation without random numbers computed all of this memory from operands."""
         record = self.record(x)
         if record is not None:
             record.formula = hash((key, *map(self.formula, operands)))
 
     def formula(self, x: Tensor) -> object:
-        """Equal for equal numbers, as far as that was seen."""
+        """Returns a key that is equal for equal values, as far as that was seen."""
         record = self.record(x)
         few = x.layout is torch.strided and x.numel() <= _FEW and not x.is_meta
         few &= type(x) in _PLAIN
         if few and (record is None or not (record.holds_samples or record.flags & TRAINED)):
             return content_of(x)
         if record is None:
-            return object()  # whose memory may be another's later
+            return object()  # its memory may be reused later
         if x.numel() == 1 and record.formula is not None:
             return record.formula
         return record.formula or record.serial, geometry_of(x)
 
     def serial(self, x: Tensor) -> object:
-        """Changes when the memory is written into, as far as that was seen."""
+        """Returns a key that changes with writes into the memory, as far as these were seen."""
         record = self.record(x)
         if record is not None:
             return record.serial
@@ -509,11 +509,11 @@ class Memory:
         return None if record is None else record.cause
 
     def sweep(self) -> None:
-        """Forget memory that has been freed."""
+        """Forgets memory that has been freed."""
         self._records = {k: r for k, r in self._records.items() if not r.reference.expired()}
 
     def alive(self, but: Iterable[Tensor] = ()) -> list[Record]:
-        """Records of samples whose memory is still held by somebody, but not by these tensors."""
+        """Returns records of samples whose memory is still in use, except by these tensors."""
         kept = {memory_of(x) for x in but if x.layout is torch.strided} | self._given.keys()
         return [
             record for key, record in self._records.items()
@@ -521,15 +521,15 @@ class Memory:
         ]  # fmt: skip
 
     def forget_step(self) -> None:
-        """Nothing was computed: the batch, and what was made of it, is from elsewhere when it is met."""
+        """Forgets a step without computation: its batch, and results of it, are then from elsewhere."""
         self._records, self._given = {}, {}
 
     def end_step(self) -> list[Record]:
-        """What was computed from this batch and is still held may be read in the next step: there it is
-        of nobody. The batch itself is constant there, as long as it does not change.
+        """Ends a step. The next one may read tensors computed from this batch: there their samples are
+        unknown. The batch itself is constant there while it does not change.
 
         Returns:
-            The records of what was computed and is held.
+            The records of tensors that were computed and are still held.
         """
         carried = self.alive()
         self._drawn, self.drawn_before = set(), self._drawn

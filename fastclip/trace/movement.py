@@ -1,4 +1,4 @@
-"""Operations that move entries or go over whole axes: views, sums, softmax, sorts, exchanges."""
+"""Operations that move entries or join whole axes: views, sums, softmax, sorts, collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastclip.trace.operation import Operation, Out, rule, tensors_in
 
 
 def axes_of(call: Operation, dims: int) -> list[int]:
-    """The axes that the argument `dim` names; all, where it names none."""
+    """Returns the axes that the argument `dim` names; all if it names none."""
     dim = call.given.get("dim")
     if dim is None or (isinstance(dim, (list, tuple)) and not len(dim)):
         return list(range(dims))
@@ -56,13 +56,13 @@ def _viewed(call: Operation) -> list[Any]:
     if shadow.flags & MOVED and call.name in _TAKES_A_PART:
         axis = call.given.get("dim", 0) % x.dim()
         if found[0].shape != x.shape and at.lie_along(shadow.sample, axis):  # type: ignore[arg-type]
-            # A fixed part of samples that lie where data put them.
+            # A fixed part of samples whose positions follow from data.
             flag = BY_VALUE if _read(call) else ORDER
     return [Out(_narrowed(f), flag, degree=shadow.degree) for f in found]
 
 
 def _read(call: Operation) -> bool:
-    """Python knows how many there are."""
+    """Notes that Python knows the number of entries."""
     tracer = call.tracer
     known = tracer.read_by_python or tracer.memory.lengths_read
     return known or any(r.what != "nonzero" for r in tracer.report.reads)
@@ -76,7 +76,7 @@ def _narrowed(found: Tensor) -> Tensor:
 
 
 def _by_number(call: Operation, axes: tuple[int, int]) -> int:
-    """What is taken along one of these axes depends on the place along the other one."""
+    """Returns ORDER if entries taken along one axis depend on the position along the other."""
     found = call.of(call.args[0])
     assert found is not None
     return ORDER * any(at.lie_along(found, axis) for axis in axes)
@@ -134,7 +134,7 @@ def _together(call: Operation) -> list[Any]:
     axis, dims = call.given["dim"] % call.outs[0].dim(), tensors[0].dim()
     found = [call.of(x) for x in tensors]
     held = [f for f in found if f is not None]
-    if not held:  # what held samples is overwritten, or holds nothing
+    if not held:  # memory with samples is overwritten, or holds nothing
         return [None]
     sizes = [max(f.shape[d] for f in held) for d in range(dims)]
     parts = [
@@ -145,7 +145,7 @@ def _together(call: Operation) -> list[Any]:
 
 
 _BY_NUMBERS = frozenset(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "im2col"))
-"""Their kernels take floating-point numbers alone."""
+"""Their kernels take only floating-point numbers."""
 
 
 @rule(
@@ -156,7 +156,7 @@ _BY_NUMBERS = frozenset(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", 
     "diagonal_scatter", "unfold_copy", "block_diag",
 )  # fmt: skip
 def _moved(call: Operation) -> list[Any] | None:
-    """The operation itself; entries that come from nowhere are zero, which stands for no sample."""
+    """Runs the operation on the attribution. New entries are 0, which stands for no sample."""
     args = call.args
     if call.name == "constant_pad_nd":
         args = (*args[:2], 0)
@@ -177,7 +177,7 @@ def _moved(call: Operation) -> list[Any] | None:
 
 
 def _repeated(call: Operation) -> list[Any] | None:
-    """The number of each entry, as often as it says."""
+    """Handles repeats: the number of each entry, as often as it says."""
     repeats, out = call.args[0], call.outs[0]
     if repeats.is_meta:
         return None
@@ -191,7 +191,7 @@ def _repeated(call: Operation) -> list[Any] | None:
 
 @rule("unfold_backward")
 def _unfold_backward(call: Operation) -> list[Any]:
-    """Windows along an axis, which lie along the last one, are added up."""
+    """Adds windows of an axis, which lie along the last one."""
     given = call.given
     own = at.reduced(call.of(given["grad_in"]), [given["dim"], -1])
     return [own.squeeze(-1)]  # type: ignore[union-attr]
@@ -201,7 +201,7 @@ def _unfold_backward(call: Operation) -> list[Any]:
 
 
 def mean_of(call: Operation, found: at.Attribution) -> int | None:
-    """The degree of a mean over entries of samples; none if how many each has follows from data."""
+    """Returns the degree of a mean over entries of samples; None if data decides their number."""
     if found is None:
         return -1
     moved = any(call.flags(x) & MOVED for x in call.operands)
@@ -209,7 +209,7 @@ def mean_of(call: Operation, found: at.Attribution) -> int | None:
     if (moved or several) and not at.are_as_many(
         found, memory.samples, memory.present, beside=not moved
     ):
-        call.by_values = True  # so that it is noted every time
+        call.by_values = True  # it is noted every time
         call.tracer.counts.add(call.operands, call.tracer.lines.current())
         return None
     call.tracer.report.counted |= moved
@@ -251,7 +251,7 @@ def _reduced(call: Operation) -> list[Any]:
     "cholesky_inverse", "linalg_lu", "linalg_lu_solve", "lu_unpack", "linalg_ldl_solve",
 )  # fmt: skip
 def _matrices(call: Operation) -> list[Any]:
-    """Of each matrix, in the last two axes."""
+    """Joins each matrix, in the last two axes."""
     found: at.Attribution = None
     dims = call.args[0].dim()
     for x in call.operands:
@@ -272,7 +272,7 @@ def _matrices(call: Operation) -> list[Any]:
     "cumprod_backward", "glu", "glu_backward", "_logcumsumexp",
 )  # fmt: skip
 def _along(call: Operation) -> list[Any] | None:
-    """What is at one place of the axis depends on all of it."""
+    """Joins an axis: each of its entries depends on all of it."""
     axis = call.given["dim"]
     found: at.Attribution = None
     for x in call.operands:
@@ -293,7 +293,7 @@ def _along(call: Operation) -> list[Any] | None:
 
 
 def _without_masked(call: Operation, found: Tensor) -> Tensor:
-    """Where a constant mask leaves -inf a softmax is 0, of no sample."""
+    """Removes entries where a constant mask leaves -inf: there a softmax is 0, of no sample."""
     backward = call.name == "_softmax_backward_data"
     x = call.args[1 if backward else 0]
     own = call.of(x)
@@ -306,13 +306,13 @@ def _without_masked(call: Operation, found: Tensor) -> Tensor:
 
 @rule("renorm")
 def _renormed(call: Operation) -> list[Any]:
-    """Each slice of an axis by its norm."""
+    """Joins each slice of an axis, which is divided by its norm."""
     x, axis = call.args[0], call.given["dim"] % call.args[0].dim()
     return [at.reduced(call.of(x), [d for d in range(x.dim()) if d != axis])]
 
 
 def _where_weighted(call: Operation, g: Tensor, weights: Tensor) -> at.Attribution:
-    """Of a softmax' gradient, where the softmax is not exactly 0."""
+    """Returns the attribution of a softmax' gradient where the softmax is not exactly 0."""
     if weights.is_meta:
         return call.of(g)
     call.by_values = True
@@ -321,7 +321,7 @@ def _where_weighted(call: Operation, g: Tensor, weights: Tensor) -> at.Attributi
 
 @rule("bucketize", "searchsorted")
 def _placed(call: Operation) -> list[Any] | None:
-    """Among boundaries, which lie along the last axis."""
+    """Joins values with boundaries, which lie along the last axis."""
     x, bounds = call.args[:2] if call.name == "bucketize" else call.args[1::-1]
     sorter = call.given.get("sorter")
     if call.of(sorter) is not None or not isinstance(x, Tensor):
@@ -332,7 +332,7 @@ def _placed(call: Operation) -> list[Any] | None:
 
 @rule("_sample_dirichlet")
 def _drawn_together(call: Operation) -> list[Any]:
-    """The numbers along the last axis sum up to one."""
+    """Joins the last axis, along which numbers sum to one."""
     return [at.reduced(call.of(call.args[0]), [-1])]
 
 
@@ -345,7 +345,7 @@ def _counted(call: Operation) -> list[Any]:
 
 @rule("sort", "topk", "argsort", by_values=True)
 def _sorted(call: Operation) -> list[Any] | None:
-    """Along an axis that holds samples entries move; each is still its own sample's."""
+    """Handles a sort: entries move along the axis, and each keeps its sample."""
     x, index = call.args[0], call.outs[-1]
     found = call.of(x)
     assert found is not None
@@ -354,20 +354,20 @@ def _sorted(call: Operation) -> list[Any] | None:
         return [found] * len(call.outs)
     if index.is_meta:
         return None
-    if index.shape[axis] < x.shape[axis]:  # which of them are among the first follows from all
+    if index.shape[axis] < x.shape[axis]:  # which entries are the first depends on all
         return [at.reduced(found, [axis])] * len(call.outs)
     moved = at.compressed(torch.gather(found.expand(x.shape), axis, index))
     return [Out(moved, MOVED)] * (len(call.outs) - 1) + [Out(moved, MOVED | POSITIONS)]
 
 
-# Exchanges between ranks: never probed, since each rank must run them equally often
+# Exchanges between ranks are never probed: each rank must run them equally often
 
 _FILLED = ("out", "all_gather_output")
-"""Arguments that collectives write into; few say so."""
+"""Arguments that collectives write into; few schemas say so."""
 
 
 def exchanged(tracer: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a collective: what it fills is of no sample if what it takes is, and else of several.
+    """Runs a collective. Its outputs depend on no sample if its inputs do not, and else on several.
 
     Other ranks have other samples.
     """

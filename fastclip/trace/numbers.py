@@ -1,8 +1,8 @@
-"""Numbers that Python gives to operations on samples, held against those of the step before.
+"""Numbers that Python gives to operations on samples, compared with those of the previous step.
 
-What Python has read from a batch can come back as a number, or as a constant tensor that is made of it,
-and no operation connects the two. But it changes from batch to batch. A number that is the batch's size,
-or follows it, is told from a constant in the same way: by another batch.
+A number that Python has read from a batch can come back as a number, or as a constant tensor made from
+it. No operation connects the two, but it changes from batch to batch. Another batch also distinguishes a
+constant from the batch size, or a number that depends on it.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _NEAR = 1e-6
 
 
 class Numbers:
-    """Of the step that is traced, and of the one before."""
+    """The numbers of the traced step, and of the previous one."""
 
     def __init__(self) -> None:
         self._now: dict[tuple, list[tuple[Any, int]]] = {}
         self._before: dict[tuple, list[tuple[Any, int]]] = {}
         self.answers: dict[tuple[str, str], bool] = {}
-        """What comparisons of counts of several samples have given, all entries alike."""
+        """Results of comparisons of counts of several samples, equal for all entries."""
 
     def begin(self) -> None:
-        """Another step."""
+        """Begins a step."""
         if self._now:
             self._before, self._now = self._now, {}
 
     def met(self, place: tuple, value: Any, samples: int) -> tuple[Any, int] | None:
-        """Keep what an operation was given.
+        """Stores an operation's number.
 
         Returns:
-            What it was given there in the step before, and of how many samples that step's batch was.
+            The number given there in the previous step, and the size of that step's batch.
         """
         here = self._now.setdefault(place, [])
         here.append((value, samples))
@@ -66,18 +66,18 @@ class Numbers:
 
 
 def is_fraction(value: Any) -> bool:
-    """A number that counts nothing."""
+    """Whether a number is not a count."""
     return isinstance(value, float) and not value.is_integer()
 
 
 class Questions:
-    """What Python asks of the batch: yes or no, or for a fraction of several samples.
+    """Questions of Python about the batch: yes or no, or a fraction of several samples.
 
     Attributes:
-        answers: what it got. wanted: what it is to get, by number. whole: of each, whether it is if
-            all of a mask is true, or if no sample is special and the answer was that none is. of: the
-            sample that each is about, and the line; None if of several. masks: how many entries masks
-            have.
+        answers: the answers given. wanted: answers to give, by number. whole: for each question,
+            whether it asks if all of a mask is true, or if any sample is an edge sample, with the
+            answer no. of: the sample that each is about, and the line; None for several. masks:
+            numbers of entries of masks.
     """
 
     def __init__(self) -> None:
@@ -87,22 +87,22 @@ class Questions:
         self.of: list[tuple[int, str] | None] = []
         self.masks: set[int] = set()
         self._of_masks: set[int] = set()
-        """Memory that says whether all of a mask is true."""
+        """Memory with the answer whether all of a mask is true."""
         self._of_each: dict[int, bool] = {}
-        """Memory that says whether something is so of all samples (True), or of none (False)."""
+        """Memory with the answer whether something holds for all samples (True), or for any (False)."""
         self._counts: dict[int, int] = {}
-        """Memory that says how many entries of a mask are true, and how many there are."""
+        """Memory with the number of true entries of a mask, and the size of the mask."""
 
     def met(
         self, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow], out: Any
     ) -> None:  # fmt: skip
-        """An operation on samples has run."""
+        """Notes an operation on samples."""
         if not isinstance(out, Tensor) or out.dim() or kind.aliases:
             return
         x, own = tensors[0], key_of(out)
         self._counts.pop(own, None)
         self._of_each.pop(own, None)
-        self._of_masks.discard(own)  # what lay there has been freed
+        self._of_masks.discard(own)  # its old contents were freed
         if kind.name in ("all", "any") and _is_given(shadows[0]):
             self._of_each[own] = kind.name == "all"
         if kind.name == "all" and x.numel() in self.masks and not x.is_floating_point():
@@ -115,18 +115,18 @@ class Questions:
     def answer(
         self, found: bool | float, tensors: Sequence[Tensor], shadows: Sequence[Shadow], line: str
     ) -> bool | float:
-        """What Python gets."""
+        """Returns the answer that Python gets."""
         self.answers.append(self.wanted.get(len(self.answers), found))
         samples = {k for shadow in shadows for k in shadow.samples}
         self.of.append((samples.pop(), line) if len(samples) == 1 else None)
         keys = [*map(key_of, tensors)]
-        none_special = any(self._of_each.get(key) is found for key in keys)
-        self.whole.append(none_special or any(key in self._of_masks for key in keys))
+        none_edge = any(self._of_each.get(key) is found for key in keys)
+        self.whole.append(none_edge or any(key in self._of_masks for key in keys))
         return self.answers[-1]
 
 
 def _is_given(shadow: Shadow) -> bool:
-    """Each entry follows from one sample as it was given, whatever its number is."""
+    """Whether each entry depends on one given sample, and not on its position."""
     more = shadow.mixed or shadow.factor is not None or shadow.flags & (ORDER | LEARNED)
     return shadow.held and not more
 
@@ -137,9 +137,8 @@ class Python:
     Attributes:
         armed: it may have read numbers of samples. knows_several: of several.
         numbers: those of several samples, and where they were read. handed: the batch was observed
-            from where a loader handed it out. met_others: tensors from elsewhere, as long as the batch,
-            have come into operations on constants. extents: as many entries as there were in the batch,
-            and in sums over samples.
+            from the loader on. met_others: tensors from elsewhere, as long as the batch, were used in
+            operations on constants. extents: numbers of entries in the batch and in sums over samples.
     """
 
     def __init__(self) -> None:
@@ -147,63 +146,63 @@ class Python:
         self.numbers: dict[float, str] = {}
         self.extents: set[int] = set()
         self._literals: set[int] = set()
-        """Memory of tensors that were made of Python's numbers."""
+        """Memory of tensors made from Python's numbers."""
         self.suspects: dict[int, Cause] = {}
-        """Nodes of the graph in whose operations a number of samples may have had a part."""
+        """Nodes of the graph whose operations may have used a number of samples."""
         self.suspected: Cause | None = None
         """The last such number, if there was one."""
         self._read: list[weakref.ref[Tensor]] = []
-        """Tensors that it has read."""
+        """Tensors that Python has read."""
 
     @property
     def may_hold_samples(self) -> bool:
-        """Constants of this step may follow from samples."""
+        """Whether constants of this step may depend on samples."""
         return self.armed or (self.met_others and not self.handed)
 
     def knows(self, value: float, line: str, *, several: bool) -> None:
-        """It has read a number of one or of several samples."""
+        """Notes that Python has read a number of one or several samples."""
         self.armed = True
         if several:
             self.knows_several = True
             self.numbers.setdefault(value, line)
 
     def takes(self, x: Tensor, shadow: Shadow) -> None:
-        """It has read all of a tensor."""
+        """Notes that Python has read all of a tensor."""
         self.armed = True
         if len(shadow.samples) != 1:
             self.knows_several = True
             self._read.append(weakref.ref(x))
 
     def suspect(self, cause: Cause | None, operands: Sequence[Tensor]) -> None:
-        """The operation that runs was given a number that Python may have computed from samples.
+        """Notes that the running operation uses a number that Python may have computed from samples.
 
         Args:
-            cause: that number, if it is none of the operands.
+            cause: that number, if it is not an operand.
         """
         self.suspected = cause or self.suspected
         if self.suspected and (number := _running_node(operands)) is not None:
             self.suspects.setdefault(number, self.suspected)
 
     def has_read(self, x: Tensor) -> bool:
-        """The numbers of `x` are those of a tensor that it has read."""
+        """Whether `x` has the values of a tensor that Python has read."""
         held = [y for read in self._read if (y := read()) is not None]
         return any(y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, y) for y in held)
 
     def made(self, literal: bool, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Constants were made, of Python's numbers (`literal`) or of other constants."""
+        """Notes constants made from Python's numbers (`literal`) or from other constants."""
         if literal or (self._literals and any(map(self.is_literal, operands))):
             self._literals.update(map(key_of, outs))
 
     def is_literal(self, x: Tensor) -> bool:
-        """It was made of Python's numbers in this step."""
+        """Whether it was made from Python's numbers in this step."""
         return key_of(x) in self._literals
 
 
 class Counts:
-    """Means over as many entries as data chose: how many these are is a factor of their gradients.
+    """Means over entries selected by data: their number is a factor of the gradients.
 
     Attributes:
-        nodes: numbers of the nodes of such means; of each the factor, and where it is.
+        nodes: numbers of the nodes of such means, each with its factor and line.
     """
 
     def __init__(self) -> None:
@@ -211,13 +210,13 @@ class Counts:
         self._made: set[int] = set()
 
     def add(self, operands: Sequence[Tensor], line: str) -> None:
-        """The operation that runs is one."""
+        """Notes that the running operation is such a mean."""
         if (number := _running_node(operands)) is not None:
             cause = Cause("mean over entries that the batch selects", line, factor=True)
             self.nodes[number] = hash(("count", number)), cause
 
     def divide(self, tracer: Any, outs: Sequence[Tensor]) -> None:
-        """An operation has run, which may be a part of the backward pass of one."""
+        """Gives the factor to the outputs of an operation in such a mean's backward pass."""
         node = current_node() if current_task() != -1 else None
         found = None if node is None else self.nodes.get(number_of(node))
         if found is None:
@@ -233,13 +232,13 @@ class Counts:
 
 
 def _running_node(operands: Sequence[Tensor]) -> int | None:
-    """The number of the node that autograd has made for the running operation, if it has."""
+    """Returns the number of autograd's node for the running operation, if there is one."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     return creation_number() - 1 if recorded else None
 
 
 def number_arguments(kind: Kind, args: tuple) -> Iterator[float]:
-    """What an operation was given as numbers of Python's."""
+    """Yields the Python numbers among an operation's arguments."""
     for k in kind.numbers:
         value = args[k] if k < len(args) else None
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -247,7 +246,7 @@ def number_arguments(kind: Kind, args: tuple) -> Iterator[float]:
 
 
 def exported(tracer: Any, what: str, x: Tensor) -> None:
-    """Python or NumPy is about to get all numbers of a tensor, or a hook its gradient."""
+    """Notes that Python or NumPy reads all numbers of a tensor, or a hook its gradient."""
     if what == "register_hook":
         tracer.report.hooked = True
         return
@@ -259,13 +258,13 @@ def exported(tracer: Any, what: str, x: Tensor) -> None:
             tracer.python.takes(x, shadow)
 
 
-def held_against(
+def compared_with_before(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
 ) -> tuple[dict[float, tuple[int, bool]], bool]:  # fmt: skip
-    """Suspect the numbers that an operation is given, and what was computed from such numbers.
+    """Marks suspected numbers of an operation, and results of such numbers.
 
     Returns:
-        As of `_compared`; whether one of its own numbers is suspected.
+        The result of `_compared`, and whether one of its own numbers is suspected.
     """
     python = tracer.python
     if current_task() != -1:
@@ -285,10 +284,10 @@ def held_against(
 
 
 def _come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -> None:
-    """Numbers that Python has read from several samples, and that are arguments again."""
+    """Marks arguments that equal numbers which Python has read from several samples."""
     for value in number_arguments(kind, args):
         line = tracer.python.numbers.get(value)
-        if line is None or (value % 1 and not 20 * value % 1):  # as 0.5: by accident
+        if line is None or (value % 1 and not 20 * value % 1):  # as 0.5: by coincidence
             continue
         of_formulas = {-1, 0, 1, 2}  # of `2 * x` and squares, and the largest of three classes
         if value not in of_formulas | _sizes(tracer, tensors):
@@ -299,10 +298,10 @@ def _come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) 
 def _compared(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
 ) -> dict[float, tuple[int, bool]]:  # fmt: skip
-    """Hold the numbers and constants that meet samples against those of the step before.
+    """Compares the numbers and constants that meet samples with those of the previous step.
 
     Returns:
-        Of each number: which power of the batch's size it is, and whether another batch has shown it.
+        For each number the power of the batch size that it is, and whether another batch confirms it.
     """
     powers: dict[float, tuple[int, bool]] = {}
     several = any(s.held and len(s.samples) != 1 for s in shadows)
@@ -341,7 +340,7 @@ def _changing(what: str, kind: Kind, line: str) -> Cause:
 def _given(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
 ) -> Iterator[tuple[Any, Tensor | None]]:  # fmt: skip
-    """The numbers, those in constant tensors too, and what identifies constants of several."""
+    """Yields the numbers, also those in constant tensors, and ids of larger constants."""
     for value in number_arguments(kind, args):
         if math.isfinite(value):
             yield float(value), None
@@ -389,10 +388,10 @@ def _is_size(value: float, tracer: Any, tensors: Sequence[Tensor]) -> bool:
 
 
 def _sizes(tracer: Any, tensors: Sequence[Tensor]) -> set[int]:
-    """Numbers that shapes explain."""
+    """Returns numbers that shapes explain."""
     return {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
 
 
 def _is_scale(value: float, before: float) -> bool:
-    """The scale of a loss, which grows and shrinks."""
+    """Whether a number is a loss scale, which grows and shrinks."""
     return before > 0 < value and math.log2(value / before).is_integer()

@@ -1,4 +1,4 @@
-"""One operation as a rule sees it, and what is asked of each kind of operation once."""
+"""One operation as a rule sees it, and the properties of each kind of operation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastclip.trace.memory import Shadow
 
 @dataclass(frozen=True, eq=False)
 class Out:
-    """What a rule says of one output.
+    """A rule's result for one output.
 
     Args:
-        sample: its attribution. add, drop: flags beyond those of the operands, and without.
-        exact: `add` are all flags. degree, factor: as of `Shadow`.
+        sample: its attribution. add, drop: flags added to those of the operands, and removed.
+        exact: `add` are all flags. degree, factor: as for `Shadow`.
     """
 
     sample: Attribution
@@ -33,16 +33,16 @@ class Out:
 
 
 Rule = Callable[["Operation"], "Sequence[Out | Attribution] | None"]
-"""Of every tensor that the operation returns; None: ask the local probe."""
+"""It returns results for every output tensor; None: run the local probe."""
 RULES: dict[str, Rule] = {}
 _SPACES = ("c10d::", "_c10d_functional::", "c10d_functional::", "fsdp::")
-"""Of torch's collectives, and of what fully_shard copies for them."""
+"""Namespaces of torch's collectives, and of fully_shard's copies for them."""
 BY_VALUES: set[str] = set()
 """Operations whose attribution depends on the values of their operands."""
 
 
 def rule(*names: str, by_values: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for operations of these names (overloads and in-place ones included)."""
+    """Registers a rule for operations of these names (overloads and in-place ones included)."""
 
     def register(found: Rule) -> Rule:
         for name in names:
@@ -58,9 +58,9 @@ class Operation:
     """A call of an operator.
 
     Attributes:
-        tracer: of the step. name: of the operator. args, kwargs: of the call. outs: the tensors
-            that it returned. by_values: the result is not remembered, since it holds for these values
-            alone, or the rule has noted something of this step.
+        tracer: of the step. name: of the operator. args, kwargs: of the call. outs: its output
+        tensors. by_values: the result is not remembered. It holds only for these values, or the
+        rule has noted something about this step.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class Operation:
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """The arguments by their names, defaults included."""
+        """Returns the arguments by their names, defaults included."""
         args, kwargs = self.args, self.kwargs
         return {
             a.name: args[k] if k < len(args) else kwargs.get(a.name, a.default_value)
@@ -91,14 +91,14 @@ class Operation:
 
     @property
     def operands(self) -> list[Tensor]:
-        """All arguments that are tensors, those in lists left out."""
+        """Returns all arguments that are tensors, except those in lists."""
         return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
 
     def shadow(self, x: Tensor) -> Shadow:
         return self._shadows[id(x)]
 
     def of(self, x: Any) -> Attribution:
-        """The attribution of an operand; None of what follows from no sample, or is no tensor."""
+        """Returns the attribution of an operand; None if it depends on no sample, or is not a tensor."""
         return self._shadows[id(x)].sample if isinstance(x, Tensor) else None
 
     def flags(self, x: Any) -> int:
@@ -118,24 +118,24 @@ _OF_SIZES = frozenset(
     ("is_same_size", "_has_same_storage_numel", "_has_compatible_shallow_copy_type")
 )
 _COUNTED = frozenset(("bincount", "unique", "_unique2", "unique_consecutive", "unique_dim"))
-"""Their rules do not say that Python can ask for the shape."""
+"""Their rules do not note that Python can read the shape."""
 _COUNTING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 
 
 class Kind:
-    """What is known of an operator before it runs.
+    """The properties of an operator.
 
     Attributes:
         name: without overload and, if it writes in place, without the underscore.
-        writes: numbers of the arguments that it writes into. draws: random
-            numbers; random: those are independent.
-        fresh: what it returns holds no numbers yet. reads: it gives a number to Python; counts: the
-            shape of what it returns says one.
-        aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
+        writes: positions of the arguments that it writes into. draws: it draws random numbers;
+        random: these are independent.
+        fresh: its outputs hold no numbers yet. reads: it gives a number to Python; counts: the
+        shape of its output does.
+        aliases: its output shares its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
-            "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
-            ranks exchange what it is given. filled: arguments whose numbers it replaces (`out=`).
-            numbers: which arguments may be numbers of Python's.
+        "gradient" (only the first operand), if they do. by_values: not remembered. collective:
+        ranks exchange its inputs. filled: arguments whose numbers it replaces (`out=`).
+        numbers: which arguments may be Python numbers.
     """
 
     __slots__ = (
@@ -178,16 +178,16 @@ class Kind:
         )  # fmt: skip
 
     def written(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The operands that it writes into."""
+        """Returns the operands that it writes into."""
         given = [args[k] for k in self.writes if k < len(args)]
         return tensors_in([*given, *self.replaced(kwargs)])
 
     def replaced(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The operands whose numbers it replaces."""
+        """Returns the operands whose numbers it replaces."""
         return tensors_in([kwargs.get(name) for name in self.filled]) if self.filled else []
 
     def _alignment(self) -> str:
-        """How constants lie alongside samples, if they do."""
+        """Returns how constants lie alongside samples, if they do."""
         if self.name in _TOGETHER:
             return "together"
         if self.pointwise or self.name in _ENTRIES:
@@ -201,24 +201,24 @@ _STACKED = frozenset((
     "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "_linalg_solve_ex",
     "linalg_solve_triangular", "linalg_lu_solve", "cholesky_solve", "triangular_solve",
 ))  # fmt: skip
-"""Products and solutions whose first axis holds one matrix for each entry."""
+"""Products and solutions whose first axis holds one matrix per entry."""
 _ENTRIES = frozenset(("polar", "complex", "linalg_cross", "searchsorted"))
-"""Entry by entry, or row by row, though torch does not tag them as pointwise."""
+"""Operations by entry or by row that torch does not tag as pointwise."""
 _TOGETHER = frozenset((
     "cat", "stack", "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy",
     "index_fill", "slice_scatter", "select_scatter", "masked_scatter", "copy", "block_diag",
     "index_add", "scatter_reduce", "diagonal_scatter",
 ))  # fmt: skip
-"""Their results hold entries of constants among those of samples."""
+"""Their results hold constant entries among those of samples."""
 _JOINTLY = frozenset(("randperm", "multinomial"))
-"""Their numbers are random, but not independent of each other."""
+"""Their numbers are random, but depend on each other."""
 
 
 # Arguments
 
 
 def is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
-    """Numbers are added, or multiplied by a constant: the gradient of each follows from none of them."""
+    """Whether it adds numbers, or multiplies by a constant: gradients then depend on none of them."""
     if any(x.dim() for x in tensors) or kind.writes:
         return False
     alone = len(tensors) == 1 and kind.name in ("mul", "div", "neg", "ones_like", "detach")
@@ -226,7 +226,7 @@ def is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
 
 
 def is_leaf(x: Tensor) -> bool:
-    """No operation has made it; torch cannot say so of a view made without a graph and written into."""
+    """Whether no operation has made it; torch does not know for a view made without a graph."""
     try:
         return x.is_leaf
     except RuntimeError:
@@ -234,26 +234,26 @@ def is_leaf(x: Tensor) -> bool:
 
 
 def is_read(call: Operation, x: Tensor, what: str) -> bool:
-    """One number of several samples chooses what the model computes for all: noted as read by Python."""
+    """Notes as read by Python a number of several samples that decides the computation for all."""
     if x.numel() != 1 or not call.tracer.lines.in_model() or not is_mixed(call.of(x)):
         return False
-    call.by_values = True  # so that it is noted every time
+    call.by_values = True  # it is noted every time
     call.tracer.read(what, [call.shadow(x)])
     return True
 
 
 def has_zeros(x: Tensor) -> bool:
-    """Numbers of which some are exactly 0, and some are not."""
+    """Whether some values are exactly 0, and some are not."""
     return x.is_floating_point() and not x.is_meta and bool((x == 0).any()) and bool(x.any())
 
 
 def tensors_in(found: Any) -> list[Tensor]:
-    """The tensors of a nested structure."""
+    """Returns the tensors of a nested structure."""
     return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
 
 
 def generator_of(tensors: Sequence[Tensor], given: Mapping[str, Any]) -> torch.Generator | None:
-    """From which an operation draws: the one that it is given, else its device's."""
+    """Returns the generator of an operation: the given one, else its device's."""
     if (own := given.get("generator")) is not None:
         return own
     device = torch.device(given.get("device") or (tensors[0].device if tensors else "cpu"))
@@ -266,7 +266,7 @@ def generator_of(tensors: Sequence[Tensor], given: Mapping[str, Any]) -> torch.G
 
 
 def taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
-    """The tensors among the arguments, and what identifies the others."""
+    """Returns the tensors among the arguments, and what identifies the others."""
     tensors: list[Tensor] = []
     key: list = [func, *kwargs]
     for value in args if not kwargs else (*args, *kwargs.values()):

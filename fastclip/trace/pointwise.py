@@ -39,9 +39,9 @@ _DRAWN = frozenset(
     "bernoulli exponential normal uniform random log_normal cauchy geometric".split()  # noqa: SIM905
 )
 _CHOOSING = {"masked_fill": 1, "where": 0}
-"""They take one of two operands in each entry; which operand says which."""
+"""They choose one of two operands per entry; the number is the operand that decides."""
 _BUT_NOISE = {"rrelu_with_noise": 1, "rrelu_with_noise_backward": 2}
-"""How many operands come before the one that is drawn."""
+"""The number of operands before the random one."""
 _COMPARING = frozenset(("lt", "le", "gt", "ge"))
 _FILLED = frozenset(
     "fill zero zeros_like ones_like full_like rand_like randn_like".split()  # noqa: SIM905
@@ -50,28 +50,28 @@ _LIKE = frozenset((
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like", "new_zeros",
     "new_ones", "new_full", "new_empty", "new_empty_strided",
 ))  # fmt: skip
-"""They take no numbers of their operand."""
+"""They do not use the values of their operand."""
 _LINEAR = frozenset((
     "mul", "div", "neg", "_to_copy", "clone", "copy", "add", "sub", "expand", "view",
     "_unsafe_view", "reshape", "squeeze", "unsqueeze", "detach", "alias",
 ))  # fmt: skip
-"""A sum over samples stays one under these."""
+"""Under these a sum over samples remains one."""
 _HOMOGENEOUS = frozenset((
     "mul", "div", "neg", "_to_copy", "clone", "_unsafe_view", "sum", "mean", "mm", "bmm", "expand_copy",
     "cumsum", "flip", "roll", "repeat", "index", "index_select", "gather", "tril", "triu",
     "im2col", "col2im",
 ))  # fmt: skip
-"""A factor of their first operand is one of the result; of either one, if it is a product."""
+"""A factor of their first operand (or of either one, for products) is a factor of the result."""
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
 ADDING = frozenset((
     "add", "sub", "cat", "stack", "where", "index_put", "index_add", "scatter_add", "copy",
     "masked_fill", "masked_scatter",
 ))  # fmt: skip
-"""A factor of all operands is one of the result; zeros have any."""
+"""A factor of all operands is a factor of the result; zeros have any factor."""
 
 
 def pointwise(call: Operation) -> list[Out]:
-    """Joined entry by entry."""
+    """Joins operands entry by entry."""
     name, args, outs = call.name, call.args, call.outs
     if name in _DRAWN and call.kind.writes:
         return [Out(None, RANDOM)]
@@ -106,7 +106,7 @@ def pointwise(call: Operation) -> list[Out]:
 
 
 def _absorbed(call: Operation, operands: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Without the entries where a constant of -inf is added, as masks of attention do."""
+    """Removes the entries to which a constant -inf is added, as in masks of attention."""
     for x in operands:
         if not call.shadow(x).held and x.is_floating_point() and x.numel() > 1 and not x.is_meta:
             call.by_values = True
@@ -117,7 +117,7 @@ def _absorbed(call: Operation, operands: Sequence[Tensor], own: Tensor) -> Tenso
 
 
 def _chosen(call: Operation, own: Tensor) -> at.Attribution:
-    """Where a constant mask chooses, an entry is of whom the chosen operand's is."""
+    """Returns the attribution if a constant mask chooses: an entry has the chosen operand's sample."""
     mask = call.args[_CHOOSING[call.name]]
     if (
         not isinstance(mask, Tensor)
@@ -135,10 +135,10 @@ def _chosen(call: Operation, own: Tensor) -> at.Attribution:
 
 
 def _answered(call: Operation, own: at.Attribution) -> list[Out] | None:
-    """Counts of several samples, compared with a number: where all are below it, that is a question
-    with one answer (no expert is full), noted as asked by Python.
+    """Handles counts of several samples compared with a number. If all are below it, the question has
+    one answer (no expert is full) and is noted as asked by Python.
 
-    The same must be answered in later steps, which are traced.
+    Later steps, which are traced, must give the same answer.
     """
     whole = not any(x.is_floating_point() for x in call.operands) and call.tracer.lines.in_model()
     out = call.outs[0]
@@ -147,7 +147,7 @@ def _answered(call: Operation, own: at.Attribution) -> list[Out] | None:
     if not bool((out == out.reshape(-1)[0]).all()):
         return None
     tracer, answer = call.tracer, bool(out.reshape(-1)[0])
-    call.by_values = True  # so that it is asked every time
+    call.by_values = True  # it is asked every time
     if tracer.numbers.answers.setdefault((call.name, tracer.lines.current()), answer) is not answer:
         return None
     tracer.read("a comparison", [call.shadow(x) for x in call.operands])
@@ -156,9 +156,9 @@ def _answered(call: Operation, own: at.Attribution) -> list[Out] | None:
 
 
 def _ignored(call: Operation) -> list[Out] | None:
-    """`labels == -100` where no label is: the same for all samples, as a guard of later steps says.
+    """Handles `labels == -100` if no label is: equal for all samples, and a guard of later steps.
 
-    That guard watches the labels of a mean of torch's own, which label smoothing goes through first.
+    The guard watches the labels of torch's mean losses, which label smoothing reads first.
     """
     labels, value = call.args[:2]
     if not isinstance(value, int) or isinstance(value, bool) or value >= 0 or call.outs[0].is_meta:
@@ -173,11 +173,11 @@ def _ignored(call: Operation) -> list[Out] | None:
 
 
 UNLIKE = -1000
-"""The degree of what is made of sums of unlike degrees."""
+"""The degree of combined sums of unequal degrees."""
 
 
 def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shadow]) -> int | None:
-    """Of a sum over samples, or of samples' own terms, under operations that are linear in it."""
+    """Returns the degree of a sum over samples, or of samples' terms, under linear operations."""
     held = [s for s in shadows if s.held]
     if call.name not in _LINEAR or not held:
         return None
@@ -186,7 +186,7 @@ def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shado
     mixed = [s for s in held if s.mixed]
     adds = call.name in ("add", "sub") and len(held) == 2 and all(s.degree == 0 for s in mixed)
     if adds and (mixed or not any(s.whole for s in held)):
-        # A sum over samples, and terms of which each is one sample's: the sum is such a sum as well.
+        # A sum over samples plus terms of single samples is such a sum too.
         return 0
     degrees = {s.degree if s.mixed else s.degree or 0 for s in held}
     if None in degrees or (mixed and len(mixed) < len(held)):
@@ -196,7 +196,7 @@ def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shado
 
 
 def _scaled(call: Operation, held: Sequence[Shadow]) -> int | None:
-    """Under a product with a number, or a quotient by one, that may follow the size of the batch."""
+    """Returns the degree after a product or quotient with a number that may depend on the batch size."""
     if len(held) > 1 or (call.name == "div" and call.of(call.args[0]) is None):
         return None
     (own,) = held
@@ -204,7 +204,7 @@ def _scaled(call: Operation, held: Sequence[Shadow]) -> int | None:
         return None
     sign = 1 if call.name == "mul" else -1
     shift = sum(sign * power for power, sure in call.tracer.powers.values() if own.mixed or sure)
-    if not own.mixed:  # each sample's own loss
+    if not own.mixed:  # per-sample losses
         unsure = {sign * p for p, sure in call.tracer.powers.values() if p and not sure}
         call.tracer.report.shifts |= unsure
         call.by_values = call.by_values or bool(unsure)  # noted in every step
@@ -213,10 +213,10 @@ def _scaled(call: Operation, held: Sequence[Shadow]) -> int | None:
 
 
 def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
-    """Of an operation with a positive number that all samples share and that takes no gradient.
+    """Handles an operation with a positive number shared by all samples, without gradient.
 
     Returns:
-        None: there is no such number in it, and the rule decides.
+        None: it has no such number, and the rule decides.
     """
     if call.name in _LIKE or call.name == "zero":
         return None
@@ -224,8 +224,8 @@ def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
     if found is not None or call.name.endswith("_like") or all(s.factor is None for s in shadows):
         return found
     factor = _kept_factor(call)
-    told = None if factor is None else _told(call)
-    if told is None:
+    described = None if factor is None else _by_rule(call)
+    if described is None:
         flags = LEARNED
         for shadow in shadows:
             flags |= shadow.flags & STICKY
@@ -235,12 +235,12 @@ def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
             s.sample, s.flags, degree=s.degree, part=s.part,
             factor=factor if s.factor is None else hash((s.factor, factor)),
         )
-        for s in told
+        for s in described
     ]  # fmt: skip
 
 
 def _times_shared(call: Operation) -> list[Shadow] | None:
-    """Of a product with, or a quotient by, such a number."""
+    """Handles a product or quotient with such a number."""
     if call.name not in ("mul", "div") or len(call.operands) != 2 or call.kwargs:
         return None
     for k in (1, 0) if call.name == "mul" else (1,):
@@ -254,7 +254,7 @@ def _times_shared(call: Operation) -> list[Shadow] | None:
 
 
 def _kept_factor(call: Operation) -> int | None:
-    """The one that the result of an operation has, if it has one."""
+    """Returns the factor of an operation's result, if it has one."""
     name, first, operands = call.name, call.args[0], call.operands
     if name in ("cat", "stack"):
         first, operands = first[0], list(first)
@@ -293,8 +293,8 @@ def _kept_factor(call: Operation) -> int | None:
 
 
 def _is_linear(call: Operation) -> bool:
-    """What it returns is a multiple where its first operand is: views, padding with zeros, and what
-    computes a gradient from that of a result.
+    """Whether scaling its first operand scales its result: views, zero padding, and gradients computed
+    from a result's gradient.
     """
     kind = call.kind
     if kind.name == "constant_pad_nd":
@@ -305,25 +305,25 @@ def _is_linear(call: Operation) -> bool:
     return backward and call.func._schema.arguments[0].name.startswith("grad")
 
 
-def _told(call: Operation) -> list[Shadow] | None:
-    """What the rule says of the operation."""
+def _by_rule(call: Operation) -> list[Shadow] | None:
+    """Returns the rule's result for the operation."""
     held = [x for x in call._shadows.values() if x.held]
     if not held:
         flags = 0
         for shadow in call._shadows.values():
             flags |= shadow.flags & (TRAINED | FOREIGN)
         return [call.tracer.shadows.of_no_sample(flags)] * len(call.outs)
-    told = None if call.kind.rule is None else call.kind.rule(call)
-    if told is None:
+    described = None if call.kind.rule is None else call.kind.rule(call)
+    if described is None:
         return None
     kept = 0
     for shadow in call._shadows.values():
         kept |= shadow.flags & STICKY | (LEARNED if shadow.flags & TRAINED else 0)
-    return [call.tracer._shadow(x, out, kept) for x, out in zip(call.outs, told, strict=True)]
+    return [call.tracer._shadow(x, out, kept) for x, out in zip(call.outs, described, strict=True)]
 
 
 def shared(call: Operation, x: object) -> int | None:
-    """Identifies an operand if it is one positive number of several samples, without gradient."""
+    """Returns an id if the operand is one positive number of several samples, without gradient."""
     if not isinstance(x, Tensor) or x.numel() != 1 or x.is_meta:
         return None
     shadow = call.shadow(x)

@@ -1,9 +1,9 @@
-"""The local probe: one operation, asked by its values which sample each of its results follows from.
+"""The local probe finds the sample of each result of one operation by changing its operands.
 
 For every bit of a sample's number the operation runs once with that half of the samples changed, and
-once with the other half: 2 log2 b runs, each with two kinds of values. A result that moves in one half
-of every pair has the bits of its sample's number; one that moves in both follows from several. Trained
-tensors have other values there, none of them zero: what they hide now they show when they have learnt.
+once with the other half: 2 log2 b runs, each with two kinds of values. A result that changes in one half
+of every pair has the bits of its sample's number. One that changes in both depends on several samples.
+Trained tensors get other values, none of them zero: a dependence hidden by a zero now may appear later.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _CHECKS = frozenset((
     "nll_loss_backward", "nll_loss2d_backward", "mul", "add", "sub", "div", "eq", "take_along_dim",
     "where", "clone", "to", "_to_copy", "sort", "pow",
 ))  # fmt: skip
-"""Operations that check whole numbers, or take them as numbers alone."""
+"""Operations that check whole numbers, or use them only as values."""
 
 
 def probed(
     call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow], flags: int,
     before: Sequence[Tensor] | None = None, *, fills: bool = True,
 ) -> list[Shadow]:  # fmt: skip
-    """Shadows of what the operation returned.
+    """Returns shadows of the operation's outputs.
 
     Args:
-        tensors, shadows: its operands. flags: what they hand on. before: what they held, if the
-            operation has written into them. fills: entries that nothing has moved belong to the sample
-            that moves all others beside them.
+        tensors, shadows: its operands. flags: inherited from them. before: their values, if the
+            operation has written into them. fills: entries that nothing has changed belong to the
+            sample that changes all others next to them.
     """
     tracer, call.by_values = call.tracer, True
     tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
@@ -64,8 +64,8 @@ def probed(
 def of_other_layout(
     call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow], flags: int
 ) -> list[tuple[Tensor, Shadow]]:
-    """What an operation returned that has met tensors without memory of their own (sparse, nested), and
-    its shadows. Constants among them (a graph) are asked, unless samples have been in such tensors."""
+    """Returns outputs of an operation on tensors without memory (sparse, nested), and their shadows.
+    Constants among them (a graph) are probed, unless such tensors have held samples."""
     tracer = call.tracer
     held = [x for x, s in zip(tensors, shadows, strict=True) if s.held]
     tracer.odd |= any(x.layout is not torch.strided for x in (*held, *call.outs))
@@ -79,8 +79,8 @@ def of_other_layout(
 
 @contextmanager
 def _generators_kept() -> Iterator[Callable[[], None]]:
-    """What is drawn inside, by torch, Python or NumPy, is drawn again afterwards, and after each call of
-    what it gives."""
+    """Context that restores the generators of torch, Python and NumPy at its end, and at each call of
+    the yielded function."""
     numpy = sys.modules.get("numpy")
     state, python = torch.get_rng_state(), random.getstate()
     array = None if numpy is None else numpy.random.get_state()
@@ -98,7 +98,7 @@ def _generators_kept() -> Iterator[Callable[[], None]]:
 
 
 def _filled(found: Tensor) -> Tensor:
-    """Entries that no sample has moved, by chance, belong to the one that moves all others there."""
+    """Gives entries that no sample has changed, by coincidence, to the one that changes all others."""
     none = found == at.NONE
     if found.dim() < 1 or not bool(none.any()) or bool(none.all()):
         return found
@@ -111,7 +111,7 @@ def _filled(found: Tensor) -> Tensor:
 
 
 def _is_safe(call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow]) -> bool:
-    """No whole numbers need be changed that may say where others lie, if kernels do not check them."""
+    """Whether no whole numbers must be changed that may be positions, if kernels do not check them."""
     if call.name in _CHECKS:
         return True
     whole = [_is_whole(x) for x in tensors]
@@ -180,7 +180,7 @@ def _asked(
 
 
 def _finite(x: Tensor) -> Tensor:
-    """What is NaN, or infinite, moves whatever else does; a mask alone holds nothing but -inf."""
+    """Replaces NaN and infinite values, which would hide changes; -inf alone is a mask."""
     if not (x.is_floating_point() or x.is_complex()):
         return x
     odd = x.isnan() | (x.isinf() if x.is_complex() else x.isposinf())
@@ -196,7 +196,7 @@ def _half(sample: Tensor, bit: int, side: int) -> Tensor:
 
 
 def _like(x: Tensor, value: Tensor) -> Tensor:
-    """A copy with the strides of `x`."""
+    """Returns a copy with the strides of `x`."""
     if x.layout is not torch.strided:
         return value
     if any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True)):
@@ -206,7 +206,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
 
 
 def _moves(x: Tensor, y: Tensor) -> Tensor:
-    """Where results differ by more than the order of a sum does; everywhere, if the shapes do."""
+    """Returns where results differ by more than rounding; everywhere if the shapes differ."""
     if x.shape != y.shape:
         return torch.ones(x.shape, dtype=torch.bool, device="cpu")
     if not (x.is_floating_point() or x.is_complex()):
@@ -218,7 +218,7 @@ def _moves(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _changed(x: Tensor, where: Tensor, trial: int) -> Tensor:
-    """Other values there; whole numbers take those of other entries."""
+    """Returns other values there; whole numbers get those of other entries."""
     if not bool(where.any()):
         return x
     generator = torch.Generator().manual_seed(77 + trial)

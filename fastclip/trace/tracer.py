@@ -49,8 +49,8 @@ from fastclip.trace.numbers import (
     Numbers,
     Python,
     Questions,
+    compared_with_before,
     exported,
-    held_against,
     is_fraction,
 )
 from fastclip.trace.operation import (
@@ -73,34 +73,34 @@ _SHARP = frozenset((
 ))  # fmt: skip
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}
-"""Of every operator that has run under a tracer."""
+"""The kind of every operator that has run under a tracer."""
 _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
-"""Arguments that are never the samples' own."""
+"""Arguments that never hold samples."""
 _LITERALS = frozenset({"lift_fresh", "lift"})
-"""What torch.tensor(...) goes through: its numbers are made by this step."""
+"""Operations of torch.tensor(...), whose numbers are made in this step."""
 _DISPATCHING = [0]
-"""Operations that are on their way through tracers."""
+"""The number of operations that tracers are processing."""
 RUNNING: list[Tracer] = []
-"""Those whose steps are under way, of all private models of this process."""
+"""The tracers with a running step, of all private models of this process."""
 ASIDE: list[Callable[[int], None]] = []
-"""Called with 1 where a private model's own business begins, and with -1 where it ends."""
+"""Called with 1 when the internal work of a private model begins, and with -1 when it ends."""
 _AFTERWARDS: list[Callable[[], None]] = []
-"""To be called when none is under way any more."""
+"""Callbacks for the time when no tracer runs any more."""
 
 
 @contextmanager
 def all_aside() -> Iterator[None]:
-    """What runs inside is a private model's own business: no tracer of this thread observes it."""
+    """Context for the internal work of a private model, which no tracer of this thread observes."""
     here = [tracer for tracer in RUNNING if tracer.here]
     for tracer in here:
         tracer.idle += 1
-    for told in ASIDE:
-        told(1)
+    for listener in ASIDE:
+        listener(1)
     try:
         yield
     finally:
-        for told in ASIDE:
-            told(-1)
+        for listener in ASIDE:
+            listener(-1)
         for tracer in here:
             tracer.idle -= 1
 
@@ -115,9 +115,9 @@ class Tracer(TorchDispatchMode):
     """Follows samples through the operations of one step after another.
 
     Args:
-        known: trained tensors that are the model's. probes: operations without a rule are run once more
-            on changed operands; else they are taken to join samples. memory, numbers: of the steps
-            before.
+        known: trained tensors of the model. probes: operations without a rule are run again on
+        changed operands; otherwise they are assumed to join samples. memory, numbers: of earlier
+        steps.
     """
 
     supports_higher_order_operators = True
@@ -131,30 +131,30 @@ class Tracer(TorchDispatchMode):
         self.shadows, self.memory = SHADOWS, memory or Memory(SHADOWS)
         self.report, self.lines = Report(), Lines()
         self.read_by_python = False
-        """Numbers of samples have left torch in this step."""
+        """Python has read numbers of samples in this step."""
         self.same_samples: bool | None = None
-        """The batch is that of an earlier step; None: nothing of it has been seen."""
+        """Whether the batch is that of an earlier step; None: nothing of it was seen."""
         self.guarded_labels: set[int] = set()
         """Memory of labels that a guard watches in later steps."""
         self.on_outside: Callable[[Tensor, str], None] | None = None
-        """Called with a trained tensor that is none of the model's, and the line where it meets data."""
+        """Called with a trained tensor outside the model, and the line where it meets data."""
         self._outside_met: set[int] = set()
         self.numbers, self.python = numbers or Numbers(), Python()
         self.powers: dict[float, tuple[int, bool]] = {}
-        """Of the numbers that the running operation was given: as of `held_against`."""
+        """The result of `compared_with_before` for the numbers given to the running operation."""
         self.counts = Counts()
         self._thread: int | None = None
         self.takes_others = True
-        """Tensors as long as the batch that no operation of the step has made are the samples' own."""
+        """Tensors as long as the batch, made by no operation of the step, hold samples."""
         self.odd = False
         """Samples have been in tensors without memory of their own (sparse, nested)."""
         self.lenient = False
-        """What Python makes of numbers of samples may be another constant alongside each."""
+        """Constants that Python computes from samples may differ alongside each sample."""
         self.questions = Questions()
         self.trail: Any = None
-        """Takes the operations and their operands, if somebody wants them."""
+        """Takes the operations and their operands, if they are wanted."""
         self.stopped = self._compiled = False
-        """It observes nothing more, and leaves its place when it can; it was placed in compiled code."""
+        """It observes no more, and is removed when possible; it was set in compiled code."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -163,10 +163,10 @@ class Tracer(TorchDispatchMode):
     # The mode's place among others
 
     def enter(self) -> bool:
-        """Observe what this thread computes from now on.
+        """Starts to observe the computations of this thread.
 
         Returns:
-            Whether it does: not where torch's own modes invent tensors.
+            Whether it does: not if torch's own modes make fake tensors.
         """
         self.stopped = False
         self._thread = threading.get_ident() if place_beneath(self) else None
@@ -180,21 +180,21 @@ class Tracer(TorchDispatchMode):
 
     @property
     def here(self) -> bool:
-        """It observes this thread, or a backward pass, which may have threads of its own."""
+        """Whether it observes this thread, or a backward pass, which may use other threads."""
         return current_task() != -1 or self._thread == threading.get_ident()
 
     @property
     def hears(self) -> bool:
-        """It follows what runs where its mode lies."""
+        """Whether it follows the operations that reach its mode."""
         return not (self.idle or self.stopped)
 
     @property
     def observing(self) -> bool:
-        """Operations of this thread are being followed."""
+        """Whether operations of this thread are followed."""
         return self._thread is not None and self.hears and self.here
 
     def begin(self) -> None:
-        """Another step: nothing is known of its batch."""
+        """Begins a step, whose batch is unknown."""
         self.report, self.read_by_python, self.odd, self.memory.samples = Report(), False, False, 0
         self.memory.present = None
         self.same_samples = None
@@ -205,10 +205,10 @@ class Tracer(TorchDispatchMode):
         self.python = Python()
 
     def end(self, *, ran: bool = True) -> None:
-        """The step is over: what of it is still held may be read by the next one.
+        """Ends the step. The next one may read tensors of it that are still held.
 
         Args:
-            ran: the model did. If it did not, batches were only prepared for later steps.
+            ran: the model ran. Otherwise batches were only prepared for later steps.
         """
         self.lines.forget()
         self.on_outside = None
@@ -219,11 +219,11 @@ class Tracer(TorchDispatchMode):
             self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
 
     def leave(self) -> bool:
-        """Observe nothing more.
+        """Stops observing.
 
         Returns:
-            Whether the mode has left its place. It is only passed by on another thread, in a backward
-            pass or compiled call, which put modes back, and amid an operation (garbage was collected).
+            Whether the mode was removed. It is only disabled on another thread, in a backward pass or
+            compiled call (which restore modes), and during an operation (garbage collection).
         """
         if self._thread is None:
             return True
@@ -240,12 +240,12 @@ class Tracer(TorchDispatchMode):
         return True
 
     aside = staticmethod(all_aside)
-    """What runs inside is not observed: the tracers' own operations are nobody's, either."""
+    """Context that is not observed; the tracers' own operations are not observed either."""
 
     # Shadows
 
     def seed(self, x: Tensor, axis: int = 0) -> None:
-        """Sample i lies at position i of this axis, or its views lie from i * `views` on."""
+        """Marks position i of this axis as sample i, or `views` positions from i * `views` on."""
         each = self.memory.each_at(x.shape[axis])
         self.memory.samples = max(self.memory.samples, x.shape[axis] // each)
         self.python.extents.add(x.numel())
@@ -254,25 +254,25 @@ class Tracer(TorchDispatchMode):
         self.same_samples = self.same_samples is not False and again
 
     def seed_all(self, x: Tensor, sample: int, part: int | None = None) -> None:
-        """All of a tensor is of one sample; the others have tensors of the same part."""
+        """Marks all of a tensor as one sample; the others have tensors of the same part."""
         found = self.shadows.of(at.everywhere(sample, x.dim()), self.memory.samples, part=part)
         self.memory.give(x, found)
 
     def shadow_of(self, x: Tensor) -> Shadow:
-        """What is known of a tensor."""
+        """Returns what is known of a tensor."""
         return self.memory.found(x) or self.shadows.constant
 
     def made(self, sample: at.Attribution, flags: int = 0, **more: Any) -> Shadow:
-        """A shadow in this batch."""
+        """Makes a shadow in this batch."""
         if self.lenient and flags & ORDER:
             flags = flags & ~ORDER | BY_VALUE
         return self.shadows.of(sample, self.memory.samples, flags, **more)
 
     def read(self, what: str, shadows: Iterable[Shadow], *, each: bool = False) -> str:
-        """Numbers leave torch: one, or `each` entry.
+        """Notes that Python reads numbers: one, or `each` entry.
 
         Returns:
-            Of what they are: "several samples", "one sample" or "chance".
+            What they depend on: "several samples", "one sample" or "chance".
         """
         held = [shadow for shadow in shadows if shadow.held]
         self.memory.lengths_read |= what.startswith(("lengths", "number of"))
@@ -344,7 +344,7 @@ class Tracer(TorchDispatchMode):
             if shadow is self.shadows.constant and self._from_nowhere(x):
                 self.report.unknown = True
             unmet = x.requires_grad and shadow is self.shadows.constant
-            unmet &= is_leaf(x) or current_task() == -1  # a checkpoint hands on what it was given
+            unmet &= is_leaf(x) or current_task() == -1  # a checkpoint passes on its inputs
             if unmet and self.memory.record(x) is None:
                 foreign = True
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED | FOREIGN * beside))
@@ -362,7 +362,7 @@ class Tracer(TorchDispatchMode):
 
     @property
     def _unpacks(self) -> bool:
-        """What runs are nodes of the graph, whose tensors were saved before."""
+        """Whether nodes of the graph run, whose tensors were saved before."""
         return current_task() != -1 and not torch.is_grad_enabled()
 
     def _read_number(
@@ -378,16 +378,16 @@ class Tracer(TorchDispatchMode):
         return value
 
     def known_number(self, value: float, *, several: bool = True) -> None:
-        """Python knows this number of samples, or can read it without an operation."""
+        """Notes that Python knows this number of samples, or can read it without an operation."""
         if not self.lines.in_model():
             self.python.knows(value, self.lines.current(), several=several)
 
     def cause(self, what: str, operands: Iterable[Tensor] = (), *, factor: bool = False) -> Cause:
-        """What runs, as the cause of a finding.
+        """Returns the running operation as the cause of a finding.
 
         Args:
-            factor: it makes a number of several samples a factor; whose gradient that becomes a factor
-                of does not matter.
+            factor: it makes a number of several samples a factor; of which gradient does not
+                matter.
         """
         shapes = tuple(tuple(x.shape) for x in operands)
         backward = current_task() != -1 and not factor
@@ -399,7 +399,7 @@ class Tracer(TorchDispatchMode):
         return _KINDS.get(func)
 
     def _met(self, x: Tensor, record: Record | None) -> Shadow:
-        """The shadow of an operand; a trained leaf that is met for the first time gets one."""
+        """Returns the shadow of an operand. A trained leaf gets one when it is first used."""
         found = None if record is None else self.memory.within(record, x)
         if found is None:
             if not (x.requires_grad and is_leaf(x) and x in self.known):
@@ -407,7 +407,7 @@ class Tracer(TorchDispatchMode):
             found = self.shadows.of_no_sample(TRAINED)
             self.memory.write(x, found)
         elif not found.held and x.requires_grad and is_leaf(x) and not found.flags & TRAINED:
-            if current_task() != -1:  # a view that was kept for this backward pass
+            if current_task() != -1:  # a view kept for this backward pass
                 return found
             own = x in self.known or self.lines.in_model()  # the model's forward has just made it
             found = self.shadows.of_no_sample(TRAINED if own else TRAINED | FOREIGN)
@@ -418,12 +418,12 @@ class Tracer(TorchDispatchMode):
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
         shadows: list[Shadow], flags: int, key: list, draw: tuple,
     ) -> Any:  # fmt: skip
-        """An operation on samples.
+        """Follows an operation on samples.
 
         Args:
             draw: the generator from which it may draw, and its state.
         """
-        self.powers, read = held_against(self, kind, args, tensors, shadows)
+        self.powers, read = compared_with_before(self, kind, args, tensors, shadows)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
@@ -462,7 +462,7 @@ class Tracer(TorchDispatchMode):
                 for f in found
             ]
         if any(s.partial for s in (*found, *shadows)):
-            found = law.parts_told(self, kind, args, tensors, shadows, found, outs)
+            found = law.parts_described(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
             found = [self._nobody(outs[0])]
@@ -476,7 +476,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:
-        """Under which the result is remembered."""
+        """Returns the key of the remembered result."""
         for shadow, x in zip(shadows, tensors, strict=True):
             if shadow.factor is not None:
                 return None
@@ -488,18 +488,18 @@ class Tracer(TorchDispatchMode):
         self, call: Operation, tensors: list[Tensor], shadows: list[Shadow], flags: int,
         before: list[Tensor] | None,
     ) -> list[Shadow]:  # fmt: skip
-        """By the rule, else by the local probe."""
+        """Returns the shadows of the outputs by the rule, or else by the local probe."""
         learned = LEARNED if flags & TRAINED else 0
         kept = flags & STICKY | learned
         if any(s.factor is not None for s in shadows) or call.name in ("mul", "div"):
             found = factored(call, shadows)
             if found is not None:
                 return found
-        told = self._told(call)
-        if told is None:
+        described = self._by_rule(call)
+        if described is None:
             return probed(call, tensors, shadows, kept, before)
         found = [
-            self._shadow(x, out, kept, learned) for x, out in zip(call.outs, told, strict=True)
+            self._shadow(x, out, kept, learned) for x, out in zip(call.outs, described, strict=True)
         ]
         mixed = [s for s in found if s.mixed]
         if mixed and call.name in _SHARP and self.probes and not any(s.mixed for s in shadows):
@@ -510,8 +510,8 @@ class Tracer(TorchDispatchMode):
         return found
 
     @staticmethod
-    def _told(call: Operation) -> Any:
-        """What the rule says; nothing, if there is none or it does not know these arguments."""
+    def _by_rule(call: Operation) -> Any:
+        """Returns the rule's result; None if there is no rule or it does not cover these arguments."""
         try:
             return None if call.kind.rule is None else call.kind.rule(call)
         except (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError):
@@ -530,9 +530,9 @@ class Tracer(TorchDispatchMode):
     def _cause(
         self, kind: Kind, tensors: list[Tensor], shadows: list[Shadow], found: list[Shadow]
     ) -> object | None:
-        """Where what the operation returns first followed from several samples."""
+        """Returns where the outputs first depended on several samples."""
         backward, factor = current_task() != -1, any(s.factor is not None for s in found)
-        views = kind.aliases and not kind.writes  # nothing meets in them
+        views = kind.aliases and not kind.writes  # views join nothing
         coupled = [s for s in found if (s.joined and not views) or (backward and s.partial)]
         if not coupled and not factor:
             return None
@@ -553,7 +553,7 @@ class Tracer(TorchDispatchMode):
         self, kind: Kind, outs: list[Tensor], found: list[Shadow], cause: object | None,
         tensors: list[Tensor],
     ) -> None:  # fmt: skip
-        """Keep what was found by the memory that the operation returned."""
+        """Stores the shadows by the memory of the outputs."""
         for x, shadow in zip(outs, found, strict=True):
             if kind.writes:
                 self.memory.write(x, shadow, cause, whole=False)
@@ -564,7 +564,7 @@ class Tracer(TorchDispatchMode):
                 self.memory.write(x, shadow, cause)
 
     def _compare_parts(self, x: Tensor) -> None:
-        """Constants in one part of a memory, samples in another."""
+        """Compares constants in one part of a memory with samples in another."""
         if (base := base_of(x)) is None:
             return
         with self.aside():
@@ -580,7 +580,7 @@ class Tracer(TorchDispatchMode):
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
         shadows: list[Shadow], draw: tuple, key: str,
     ) -> Any:  # fmt: skip
-        """An operation on no sample."""
+        """Follows an operation that has no sample among its operands."""
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out) or kind.written(args, kwargs)
         owned = zip(tensors, shadows, strict=True)
@@ -594,7 +594,7 @@ class Tracer(TorchDispatchMode):
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
-        # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
+        # A result of a tensor from elsewhere (a part of all labels) is from elsewhere too.
         literal = kind.name in _LITERALS
         self.python.made(literal, tensors, outs)
         strangers = [x for x in tensors if self._from_nowhere(x)]
@@ -616,23 +616,23 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _from_nowhere(self, x: Tensor) -> bool:
-        """No operation of this step has made it, and it is none of the model's."""
+        """Whether no operation of this step has made it, and it is not the model's."""
         return self.memory.record(x) is None and x not in self.known and not self.memory.knows(x)
 
     @staticmethod
     def _has_foreign(tensors: list[Tensor], shadows: list[Shadow]) -> bool:
-        """Trained tensors are among these that are none of the model's."""
+        """Whether these include trained tensors outside the model."""
         return current_task() == -1 and any(
             s.flags & FOREIGN or (x.requires_grad and is_leaf(x) and not s.flags & TRAINED)
             for x, s in zip(tensors, shadows, strict=True)
         )
 
     def _nobody(self, x: Tensor) -> Shadow:
-        """Of memory that holds no numbers yet."""
+        """Returns the shadow of memory that holds no numbers yet."""
         return self.made(at.everywhere(at.UNSEEN, x.dim())) if x.numel() else self.shadows.constant
 
     def _higher_order(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator that calls functions of the user's, which may hold any sample: it joins all."""
+        """Follows an operator that calls the user's functions: it may join all samples."""
         self.idle += 1  # but not those of other models
         try:
             out = func(*args, **kwargs)
@@ -645,13 +645,13 @@ class Tracer(TorchDispatchMode):
                 self.memory.write(x, joined, cause)
         return out
 
-    # What comes from elsewhere
+    # Tensors from elsewhere
 
     def _from_elsewhere(
         self, func: Any, args: tuple, tensors: list[Tensor], shadows: list[Shadow]
     ) -> list[Shadow]:
-        """Tensors as long as the batch that no operation of this step has made, as it meets them; or as
-        long as the rows of samples that they meet (labels of positions, end to end).
+        """Gives shadows to tensors as long as the batch that no operation of this step made. They may
+        also be as long as the rows of samples that they meet (labels of positions, concatenated).
         """
         channels = {
             id(args[k]) for k, a in enumerate(func._schema.arguments)
@@ -661,7 +661,7 @@ class Tracer(TorchDispatchMode):
         for k, x in enumerate(tensors):
             trained = x.requires_grad and is_leaf(x)
             if isinstance(x, nn.Parameter) and not trained:
-                self.memory.know(x)  # of another model, frozen
+                self.memory.know(x)  # a frozen one of another model
             if trained or id(x) in channels or x.layout is not torch.strided:
                 continue
             if self.takes_others and self._from_nowhere(x) and current_task() == -1:
@@ -696,5 +696,5 @@ class Tracer(TorchDispatchMode):
                 self.on_outside(x, self.lines.current())
 
     def _samples_axis(self, x: Tensor) -> int | None:
-        """The first axis that is as long as the batch."""
+        """Returns the first axis that is as long as the batch."""
         return self.memory.axis_of(x)

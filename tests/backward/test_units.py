@@ -456,7 +456,7 @@ def test_scaled_losses(scale: float) -> None:
         ((torch.tensor([0, 0, 1]), 2, 2, "median"), ArgumentError, "reduction"),
         ((torch.tensor([0, 0, 1]), 2, 3), ArgumentError, "largest"),
         ((torch.tensor([0, 0, 1]), 3, 2), ArgumentError, "count"),
-        ((torch.tensor([0, 0, 2]), 3, 2), ArgumentError, "each with a row"),
+        ((torch.tensor([0, 0, 2]), 3, 2), ArgumentError, "each with a sample"),
         ((torch.tensor([0, -1, 1]), 2, 1), ArgumentError, "negative"),
         ((torch.tensor([0, 0]), 0, 2), ArgumentError, "both"),
         ((torch.tensor([0, 0]), 1, 0), ArgumentError, "both"),

@@ -128,7 +128,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "state"
     path.mkdir() if kind == "folder" else os.mkfifo(path)
     before = path.stat().st_mode
-    with refused(f"is a {kind}; name another one", ArgumentError):
+    with refused(f"is a {kind}. Choose another name", ArgumentError):
         write(path)
     assert path.stat().st_mode == before
     assert [p.name for p in tmp_path.iterdir()] == ["state"]

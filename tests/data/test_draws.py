@@ -199,7 +199,7 @@ def test_two_calls_under_one_loss(halves: bool) -> None:
         assert run.net.weight.summed_grad.tolist() == [[pytest.approx(1, rel=1e-4)] * N]
         run.optimizer.step()
         return
-    with refused("Pass every call the whole batch", GraphError):
+    with refused("Pass the whole batch to every call", GraphError):
         backward()
     assert run.net.weight.grad is None
     trained(run)

@@ -127,7 +127,7 @@ def test_unknown_backends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch._from_environment()
     with pytest.raises(ArgumentError, match="backend expects one of"), use_backend(name):
         pass
-    with pytest.raises(ArgumentError, match="expected one of"):
+    with pytest.raises(ArgumentError, match="name expects one of"):
         backend_of("nothing", CPU)
 
 

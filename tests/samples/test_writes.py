@@ -162,7 +162,7 @@ IDS = torch.arange(3 * B).view(B, 3) % 9
 def test_bags_that_look_at_the_batch(options: dict) -> None:
     model = Table(**options)
     before = model.table.detach().clone()
-    with refused("Leave it off"):
+    with refused("Omit the option"):
         make_private(model)[1](IDS)
     assert torch.equal(model.table, before)
 

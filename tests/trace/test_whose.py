@@ -192,7 +192,7 @@ def test_samples_lie_elsewhere_than_they_are_taken_to() -> None:
     layout.batch_axes["layer"] = BatchAxis(0)
     optimizer.zero_grad()
     private.grad_state.trace.again(True)
-    with pytest.raises(RuntimeError, match="in other places in this batch"):
+    with pytest.raises(RuntimeError, match="in other positions in this batch"):
         sample_loss(private(x)).mean().backward()
     optimizer.zero_grad()
     sample_loss(private(x)).mean().backward()

@@ -1,4 +1,4 @@
-"""Triton kernels, one operation a file; launchers have the signatures of fastclip.ops."""
+"""Triton kernels, one operation per file; launchers have the signatures of fastclip.ops."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,11 +1,11 @@
 """Norms to scales and counts in one launch; noisy counts to thresholds in another.
 
-For sample b, n_b = sqrt(sum_l norm_sq[l, b]), scale_b = w_k s(n_b; C_k), less the strategy's room for
-rounding, k its group, and one 1 added to the counts of the policy. Arithmetic is float64 (a few
-thousand numbers), norms are compared with thresholds in float32, as the reference does. Counts are
-whole or half numbers, whose atomic sums are exact, so the result does not depend on the order of the
-programs. A program takes BLOCK_B samples and goes through the tensors BLOCK_L at a time, so that the
-loads of a block are under way at once; the sums of a sample are added in fixed order.
+For sample b of group k, n_b = sqrt(sum_l norm_sq[l, b]) and scale_b = w_k s(n_b; C_k), less the
+strategy's rounding margin. Each sample adds 1 to a count of the policy. Arithmetic is float64 (a few
+thousand numbers). Norms are compared with thresholds in float32, as in the reference. Counts are whole
+or half numbers, whose atomic sums are exact: the order of programs does not matter. A program takes
+BLOCK_B samples and goes through the tensors BLOCK_L at a time, and the loads of a block run
+concurrently. The sums of a sample are added in fixed order.
 
 Index letters: b sample, l parameter tensor, k group.
 """
@@ -37,11 +37,11 @@ _LARGEST = tl.constexpr(LARGEST)
 _MOST_GROUPS = 1024
 _MOST_LAYERS = 16384
 _SAMPLES = 32
-"""Of a program: 128 bytes of a row of norms."""
+"""Samples per program: 128 bytes of a row of norms."""
 _TENSORS = 64
-"""Of a block."""
+"""Tensors per block."""
 _THRESHOLDS = 1024
-"""Of a block, where their squares are added."""
+"""Thresholds per block when their squares are added."""
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _clip_kernel(
     norm_sq, threshold, origin, bound, weights, groups, layers, scales, norms, counts,
     stride_l, stride_b, L, B, K, ALL,
     KIND: tl.constexpr, PARAMETER: tl.constexpr, POLICY: tl.constexpr, TAU: tl.constexpr,
-    BELOW: tl.constexpr, CENTRED: tl.constexpr, PER_LAYER: tl.constexpr, GROUPED: tl.constexpr,
+    BELOW: tl.constexpr, CENTERED: tl.constexpr, PER_LAYER: tl.constexpr, GROUPED: tl.constexpr,
     PER_GROUP: tl.constexpr, NORMALIZED: tl.constexpr, BOUNDED: tl.constexpr,
     WEIGHTED: tl.constexpr, SUBSET: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
     ROOM_WITHIN: tl.constexpr,
@@ -97,7 +97,7 @@ def _clip_kernel(
     tl.store(norms + b, n32, mask=inside)
     finite = (n32 == n32) & (n32 < float("inf"))
 
-    # S of the scale function with its weights, where scales are divided by it
+    # S of the scale function with its weights, if scales are divided by it
     factor = tl.full((BLOCK_B,), ROOM, tl.float64)
     k = tl.arange(0, BLOCK_K)
     if NORMALIZED:
@@ -168,7 +168,7 @@ def _clip_kernel(
                 tl.atomic_add(counts + cell, belongs.to(tl.float64), mask=belongs)
         else:
             ones = tl.where(first & inside, 1.0, 0.0).to(tl.float64)
-            if CENTRED:
+            if CENTERED:
                 ones = tl.where(inside, ones - 0.5, 0.0)
             tl.atomic_add(counts, tl.sum(ones, 0))
 
@@ -193,7 +193,7 @@ def clip_scale(
     if not b:
         return scales, norms
     grouped = groups is not None and policy.num_groups is not None
-    nothing = norms  # a pointer that is never followed
+    nothing = norms  # a pointer that is never read
     _clip_kernel[(cdiv(b, _SAMPLES),)](
         norm_sq, state.threshold, state.origin,
         state.bound if state.bound is not None else nothing,
@@ -202,7 +202,7 @@ def clip_scale(
         scales, norms, counts if counts is not None else nothing,
         norm_sq.stride(0), norm_sq.stride(1), length, b, num_groups, total_layers,
         KIND=numbers.scale.value, PARAMETER=numbers.parameter, POLICY=numbers.policy.value,
-        TAU=numbers.tau, BELOW=numbers.below, CENTRED=numbers.centred,
+        TAU=numbers.tau, BELOW=numbers.below, CENTERED=numbers.centred,
         PER_LAYER=policy.per_layer, GROUPED=grouped,
         PER_GROUP=grouped and state.threshold.dim() == 1, NORMALIZED=strategy.scale.normalized,
         BOUNDED=state.bound is not None, WEIGHTED=state.weights is not None and grouped,

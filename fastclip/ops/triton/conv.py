@@ -5,12 +5,12 @@
 
 Index letters: b sample, k group, o output and c input channel of the group, t output position.
 conv_norm is an implicit GEMM: a program holds a tile of W_b in registers, loops over t, squares and
-sums; with `keep` it stores W_b, too. x is read o / BLOCK_O times a tap and g once a tile of columns,
+sums. With `keep` it also stores W_b. x is read o / BLOCK_O times per tap and g once per tile of columns,
 mostly from the cache.
 conv_ghost_norm, for small maps, holds a pair i <= j of tiles of positions of both Grams, patch
-patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken; 16-bit maps that cannot
-be loaded 16 bytes at a time are first copied channels-last (`conv_arguments`). A few sums a tile are
-written; a second launch adds them in fixed order.
+patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken. 16-bit maps that cannot
+be loaded 16 bytes at a time are first copied channels-last. A few sums per tile are written, and a
+second launch adds them in fixed order.
 
 Neither result is below the exact value: the bounds are those of fastclip.ops.conv, raised for the
 accumulators of tensor cores as in ghost_norm and instantiated_norm.
@@ -55,7 +55,7 @@ from fastclip.ops.triton.tiles import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# How convolutions come to their kernels: maps of two dimensions, laid out for wide loads.
+# Arguments of the kernels of convolutions: maps of two dimensions, laid out for wide loads.
 
 
 REACH = 1 << 31
@@ -65,7 +65,7 @@ REACH = 1 << 31
 def arguments(
     x: Tensor, g: Tensor, geo: ConvGeometry
 ) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, Any]] | None:
-    """x [b, c, h, w], g [b, o, t], the kernels' sizes and constants; None where out of reach."""
+    """Returns x [b, c, h, w], g [b, o, t], the kernels' sizes and constants; None if out of reach."""
     if len(geo.kernel) > 2 or not runs_on(x, g):
         return None
     window = [geo.kernel, geo.stride, geo.padding, geo.dilation]
@@ -90,8 +90,8 @@ def arguments(
 
 
 def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:
-    """As fastclip.ops.conv_operands: what `arguments` would copy, copied, and what lies as badly for the
-    kernels of linear maps; of an input that is copied into matrices anyway, nothing."""
+    """As fastclip.ops.conv_operands. It copies operands that `arguments` would copy, or whose layout
+    does not suit the kernels of linear maps, unless an input is copied into matrices anyway."""
     if len(geometry.kernel) > 2 or not runs_on(x, g):
         return NotImplemented
     pointwise = geometry.is_pointwise and max(geometry.stride) == 1  # its matrix is a view
@@ -101,7 +101,7 @@ def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor,
 
 
 def _map(x: Tensor, groups: int, *, positions: bool) -> Tensor:
-    """x [b, c, *space] as `_wide` lays it; positions: its kernels know these alone."""
+    """Returns x [b, c, *space] as laid out by `_wide`; positions: its kernels only use these."""
     whole = x.unsqueeze(2) if x.dim() == 3 else x
     h, w = whole.shape[2:]
     regular = whole.stride(2) == w * whole.stride(3) or h == 1
@@ -110,15 +110,13 @@ def _map(x: Tensor, groups: int, *, positions: bool) -> Tensor:
 
 
 def _wide(x: Tensor, groups: int, along: bool = False) -> Tensor:
-    """x [b, c, h, w], or the same channels-last if it has 16 bits a value, and neither its channels
-    nor its positions (`along`) can be loaded 16 bytes at a time as they lie. The copy reads and writes
-    x once, where the kernels read it once a tap and tile."""
+    """Returns x [b, c, h, w], or a channels-last copy if it has 16 bits per value and neither its
+    channels nor its positions (`along`) can be loaded 16 bytes at a time. The copy reads and writes x
+    once, but the kernels read it once per tap and tile."""
     lies_well = x.stride(1) == 1 or (along and x.stride(3) == 1)
     if x.element_size() != 2 or lies_well or x.shape[1] // groups % WIDE:
         return x
-    if (
-        x.shape[1:].numel() >= REACH
-    ):  # of a map that repeats what it holds, as a mean's gradient does
+    if x.shape[1:].numel() >= REACH:  # a map with repeated entries, as a mean's gradient
         return x
     return x.contiguous(memory_format=torch.channels_last)
 
@@ -139,10 +137,10 @@ def _covers(
 
 
 # -------------------------------------------------------------------------------------------------
-# How kernels of convolutions find the patches of a map, and cut a weight's gradient into tiles.
+# Finding the patches of a map, and cutting a weight's gradient into tiles.
 #
-# Columns of a gradient W [o, columns] are ordered (tap, channel). Where there are channels enough a
-# tile of them belongs to one tap, so that bounds are tested once a position.
+# Columns of a gradient W [o, columns] are ordered (tap, channel). With enough channels a tile of them
+# belongs to one tap, and bounds are tested once per position.
 
 
 @triton.jit
@@ -171,8 +169,8 @@ def columns_of(tile, c, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW
 
 
 def loads_wide(configs: list[Any], options: Mapping[str, Any]) -> list[Any]:
-    """Of 16-bit products, the configurations that give each thread 16 bytes of either operand to load
-    in a step; all, where none does."""
+    """Returns, for 16-bit products, the configurations with 16 bytes of either operand per thread and
+    step; all if there are none."""
     side = min(options["BLOCK_O"], options["BLOCK_N"])
     wide = [c for c in configs if 2 * side * c.kwargs["BLOCK_K"] >= 16 * 32 * c.num_warps]
     return wide or configs
@@ -186,9 +184,7 @@ def tiles_of(
     one_tap = c >= 16 or taps == 1
     block_o = min(rows, max(16, next_power_of_2(o)))
     number = c if one_tap else c * taps
-    widest = (
-        columns if c * taps >= 512 else 64
-    )  # enough tiles to fill the device where there are few
+    widest = columns if c * taps >= 512 else 64  # enough tiles to fill the device if there are few
     block_n = min(widest, max(16, next_power_of_2(number)))
     tiles = cdiv(o, block_o), cdiv(number, block_n) * (taps if one_tap else 1)
     return {"ONE_TAP": one_tap, "BLOCK_O": block_o, "BLOCK_N": block_n}, tiles
@@ -201,13 +197,13 @@ GHOST_TILE = 32  # the smallest tile of positions that is tried
 _SPILLS = {("ieee", "ampere"): [(64, 4, 3)], ("ieee", "hopper"): [(64, 8, 3)],
            ("tf32x3", "hopper"): [(32, 4, 3)]}  # fmt: skip
 _NARROW_SPILLS = ((16, 128, 8), (32, 64, 4))
-"""The same of tiles of W in 16 bits: (shorter side, BLOCK_K, warps)."""
+"""The same for tiles of W in 16 bits: (shorter side, BLOCK_K, warps)."""
 MAX_GHOST = 4096  # positions beyond which a Gram is out of the question
 
 
 def _usable_norm(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Exact float32 products are added STEP at a time, which the bounds count on. Tiles of more than
-    64 numbers a thread do not stay in registers, and of float32 only those that are left here."""
+    """Returns usable configurations. Exact float32 products are added STEP at a time, as the bounds
+    assume. Tiles of more than 64 numbers per thread spill; for float32 only those left here do not."""
     options = {**named, **kwargs}
     tile = options.get("BLOCK_O", 0) * options.get("BLOCK_N", 0)
     fits = [c for c in configs if tile <= 64 * 32 * c.num_warps]
@@ -381,7 +377,7 @@ def conv_norm(
     x: Tensor, g: Tensor, geometry: ConvGeometry, keep: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As fastclip.ops.conv_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]; with `keep`,
-    that and the per-sample gradients, float32, whose channels lie side by side."""
+    also the per-sample gradients, float32, with adjacent channels."""
     call = arguments(x, g, geometry)
     if call is None:
         return NotImplemented
@@ -392,7 +388,7 @@ def conv_norm(
     if not x.numel() or not g.numel():
         return (norms, norms.new_zeros(b, *geometry.weight_shape)) if keep else norms
     mode = product_mode(x, g)
-    native = mode == "native"  # of float32 larger tiles do not stay in registers
+    native = mode == "native"  # larger float32 tiles spill
     side = 128 if native or generation() == "hopper" else 64
     blocks, (row_tiles, col_tiles) = tiles_of(c, o, taps, side, 128 if native else 64)
     tiles = groups * row_tiles * col_tiles
@@ -404,8 +400,8 @@ def conv_norm(
     )  # fmt: skip
     unseen = None
     if not sees_all(geometry, (h, w), (positions // width, width)):
-        # Pixels in no patch are no part of the gradient, but one that is not finite must still be
-        # noticed, as the reference does.
+        # Pixels in no patch are not part of the gradient. A non-finite one must still be noticed, as
+        # in the reference.
         unseen = taps**0.5 * torch.linalg.vector_norm(x, dim=(1, 2, 3), dtype=torch.float32)
     m, wide = one_sided(positions, mode)
     _finish_tiles[(b,)](
@@ -459,29 +455,26 @@ def _block(columns: int) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# Clipped sums of Conv2d (Conv1d as height 1): one pass over x and g as they lie, never unfolding.
+# Clipped sums of Conv2d (Conv1d as height 1): one pass over x and g in place, never unfolding.
 #
 #     W[o, (c, kh, kw)] = sum_b s_b sum_t g_b[o, t] patch_b[t, (c, kh, kw)]
 #
 # Index letters and patches as in conv_norm; splits, and what is rounded when, as in scaled_sum. An
 # implicit GEMM over the positions of all samples: a program takes a tile of W and one of `splits`
 # stretches of (b, t); partial sums are added in fixed order. Nothing is rounded before a product:
-# - 16-bit operands are multiplied as they are, a few positions of one sample after the other, and
-# each
-#   such float32 sum is scaled by one multiply-add: tensor cores truncate, and over a large map
-# that
-#   would come to more than the margin of the scales (2^-18);
+# - 16-bit operands are multiplied directly, a few positions of one sample at a time. Each such
+#   float32 sum is scaled by one multiply-add: tensor cores truncate, and over a large map the error
+#   would exceed the margin of the scales (2^-18);
 # - float32 operands, and maps of fewer than FEW positions (a tile then holds many samples), are
-# scaled
-#   in float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products.
+#   scaled in float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products.
 #
-# A sample of scale 0 contributes 0 even where its operands are not finite: what comes of them is
-# not added. They are read all the same: loads that waited for the scale would come one step later.
-# Depthwise convolutions, of one row and a few columns a group, stay with the reference.
+# A sample of scale 0 contributes 0 even if its operands are not finite: its results are not added.
+# Its operands are still read: loads that wait for the scale would come one step later. Depthwise
+# convolutions, with one row and a few columns per group, use the reference.
 
 
 FEW = 16
-"""Positions from which samples are summed one after the other: the shortest native product."""
+"""Positions from which samples are summed separately: the shortest native product."""
 _CONFIGS = [
     triton.Config({"BLOCK_K": k}, num_warps=warps, num_stages=stages)
     for k, warps, stages in (
@@ -492,9 +485,9 @@ _CONFIGS = [
 
 
 def _usable_sum(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Of float32 products, steps of the size that bounds count on, which spill with more stages. Of
-    16-bit ones, tiles that leave room for two sums in the registers, no longer than the map, whose
-    loads are wide."""
+    """Returns usable configurations. For float32 products: steps of the size that the bounds assume,
+    which spill with more stages. For 16-bit ones: tiles with wide loads, no longer than the map, that
+    leave room for two sums in the registers."""
     if kwargs["MODE"] != "native":
         return [c for c in configs if c.num_stages == 2]
     tile, longest = kwargs["BLOCK_O"] * kwargs["BLOCK_N"], max(32, named["bucket"])

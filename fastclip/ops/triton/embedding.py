@@ -2,15 +2,14 @@
 
     norm_b = sum over the distinct ids v of sample b of || sum of the g[j] that look up v ||^2
 
-Index letters: b sample, j entry, t position, d feature; v id. The entries are sorted by the key
-(sample, id), so that equal keys are neighbors: a run. A program takes ROWS sorted entries and a
-tile of d, reads each row of g once, and knows the whole of every run but its first and last, and of
-every sample but its first and last. What it cannot finish it hands on as two carried rows (partial
-sum of a run, and the squared norms of its sample so far), which are again sorted by key: the next
-launch does the same to them, until one program takes all. So an id repeated n times costs log n
-launches, never a loop over n, and each sample is written once, by one program: no atomics.
-Carried rows are 2 / ROWS of g. Sums are float64: rows of one id may cancel, and a float32 sum of many
-could then hide more of a norm than the scales' margin covers; the kernel waits for memory anyway.
+Index letters: b sample, j entry, t position, d feature; v id. Entries are sorted by the key
+(sample, id), and equal keys form a run. A program takes ROWS sorted entries and a tile of d, and reads
+each row of g once. It has complete runs and samples, except the first and the last ones. These it
+passes on as two carried rows (partial sum of a run, and the squared norms of its sample so far), which
+are again sorted by key. The next launch does the same to them, until one program takes all. So an id
+repeated n times costs log n launches, never a loop over n. Each sample is written once, by one program,
+without atomics. Carried rows are 2 / ROWS of g. Sums are float64: rows of one id may cancel, and the
+error of a float32 sum of many could exceed the scales' margin. The kernel waits for memory anyway.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MAX_BLOCK = 256
 
 @triton.jit
 def _norm_load(source, j, col, FIRST: tl.constexpr):
-    """Key, row and carried norm of sorted entry j; past the end, zeros that lengthen the last run."""
+    """Returns key, row and carried norm of sorted entry j; after the end zeros extend the last run."""
     KEY, G, ORDER, DONE, n, d, t, padding, sgb, sgt, bits, tiles = source
     key = tl.load(KEY + tl.minimum(j, n - 1))
     live = j < n
@@ -53,8 +52,8 @@ def _norm_load(source, j, col, FIRST: tl.constexpr):
 
 @triton.jit
 def _norm_add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):
-    """The state after one more row: key and sum of the open run, sum of the first run once it has
-    ended, two parts of the open sample's squared norm, and the first sample's once it has ended."""
+    """Returns the state after one more row: key and sum of the open run, sum of the first run after its
+    end, two parts of the open sample's squared norm, and the first sample's after its end."""
     last, run, head, squares, norm, head_norm = state
     key, row, done = entry
     ends = key != last
@@ -133,7 +132,7 @@ def _norms(
     """g [n / t, t, d]; entry j is g[j // t, j % t]."""
     t, d = g.shape[1:]
     n = ids.numel()
-    # A power of two as the base of the key: it is taken apart by shifts, not divisions.
+    # The base of the key is a power of two: it is split by shifts, not divisions.
     bits = max(1, (num_embeddings - 1).bit_length())
     if not runs_on(g, ids, sample) or n + ROWS >= 1 << 31 or b << bits >= 1 << 63:
         return NotImplemented
@@ -168,11 +167,10 @@ def _norms(
 #     W[v] = sum of s_b g[j] over the entries j, of samples b, that look up v
 #
 # Index letters and runs as in embedding_norm, with the id alone as the key. A program takes ROWS
-# sorted entries and a tile of d; it writes the rows whose runs it has seen the whole of, and hands
-# on its first and its last run as two carried rows, until one program takes all. So there are no
-# atomics, and equal look-ups give equal bits. Sums are float64, of products that float64 holds
-# exactly, and are rounded once. Entries of scale 0 are not read: they add 0 even where they are not
-# finite.
+# sorted entries and a tile of d. It writes the rows of complete runs, and passes on its first and
+# last run as two carried rows, until one program takes all. So there are no atomics, and equal
+# look-ups give equal bits. Sums are float64, of products that float64 holds exactly, and are rounded
+# once. Entries of scale 0 are not read: they add 0 even if they are not finite.
 
 
 _WARPS = 2
@@ -180,7 +178,7 @@ _WARPS = 2
 
 @triton.jit
 def _sum_load(source, j, col, FIRST: tl.constexpr):
-    """Key and scaled row of sorted entry j; past the end, zeros that lengthen the last run."""
+    """Returns key and scaled row of sorted entry j; after the end zeros that extend the last run."""
     KEY, G, ORDER, SAMPLE, SCALE, n, d, padding, sgn, scale_b = source
     at = tl.minimum(j, n - 1).to(tl.int64)
     key = tl.load(KEY + at)
@@ -196,7 +194,7 @@ def _sum_load(source, j, col, FIRST: tl.constexpr):
 
 @triton.jit
 def _sum_add(state, entry, first, OUT, d, col, FINAL: tl.constexpr):
-    """The state after one more row: key and sum of the open run, sum of the first once it has ended."""
+    """Returns the state after one more row: key and sum of the open run, sum of the ended first."""
     last, run, head = state
     key, row = entry
     ends = key != last

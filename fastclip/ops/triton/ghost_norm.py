@@ -1,8 +1,8 @@
 """Squared norms of linear layers from Gram matrices: of one use, of several, of several layers.
 
-Of several uses the Grams are those of their concatenation along t: the uses' own terms, and twice their
-cross terms. A program takes one sample and one pair of tiles, as in ghost_norms, where bounds are
-explained, too; each pair of uses is a launch.
+For several uses the Grams are those of their concatenation along t: the uses' own terms, and twice their
+cross terms. A program takes one sample and one pair of tiles, as in ghost_norms, which also explains the
+bounds. Each pair of uses is a launch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def raised(
 ):  # fmt: skip
     """The norm and its bounds (`bounds_of`); NaN stays NaN, which tl.maximum would drop."""
     bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k + m * absolute
-    norm_h = tl.minimum(tl.sqrt_rn(hh + lost), trace_h)  # the trace where the squares overflow
+    norm_h = tl.minimum(tl.sqrt_rn(hh + lost), trace_h)  # the trace if the squares overflow
     norm_k = tl.minimum(tl.sqrt_rn(kk + lost), trace_k)
     bound += tl.where(w_k > 0, w_k * trace_k * norm_h, 0.0)
     bound += tl.where(w_h > 0, w_h * trace_h * norm_k, 0.0)
@@ -90,23 +90,23 @@ Use = tuple[Tensor, Tensor]
 
 
 def pairs_of(x: Use, y: Use, block: int) -> int:
-    """Pairs of tiles of `block` positions of two uses, or of one (y is x), whose Grams are symmetric."""
+    """Counts pairs of tiles of `block` positions of two uses, or of one (y is x, symmetric Grams)."""
     tiles = cdiv(x[0].shape[1], block)
     return tiles * cdiv(y[0].shape[1], block) if x is not y else tiles * (tiles + 1) // 2
 
 
 def room_for(x: Use, y: Use) -> int:
-    """The most pairs of any usable configuration: up to 64 positions are always one tile."""
+    """Returns the maximal pairs of any usable configuration: up to 64 positions are one tile."""
     return pairs_of(x, y, 64)
 
 
 def restart(x: Tensor) -> int:
-    """Features after which a sum is begun anew; 0: never."""
+    """Returns the features after which a new sum begins; 0: never."""
     return CHUNK if x.shape[2] > CHUNK else 0
 
 
 def bounds_of(uses: Sequence[Use]) -> tuple[float, ...]:
-    """The bounds' coefficients in the order of `raised`, for the coarsest of the products."""
+    """Returns the bounds' coefficients in the order of `raised`, for the coarsest of the products."""
     t, sizes = sum(a.shape[1] for a, _ in uses), tuple(x.shape[2] for x in uses[0])
     sides = zip(*uses, strict=True)  # inputs, then gradients
     modes = (frozenset(product_mode(x, y) for x in side for y in side) for side in sides)
@@ -124,7 +124,7 @@ def finish(stats: Tensor, columns: int, bounds: Sequence[float]) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# Tiles of ghost norms: which are tried, and for what.
+# Tiles of ghost norms that are tried.
 
 
 LONGEST = 128
@@ -132,9 +132,8 @@ LONGEST = 128
 
 
 def usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Configurations whose tile suits the number of positions and the kinds of product, and stays in
-    registers (bench.kernels.static): of wide tiles, those that begin new sums hold more, and so do those
-    that sum g for a bias."""
+    """Returns configurations whose tile suits positions and kinds of product, and stays in registers
+    (bench.kernels.static). Wide tiles that begin new sums, or sum g for a bias, need more."""
     options = {**named, **kwargs}
     bucket, modes = options["bucket"], (options["A_MODE"], options["G_MODE"])
     sizes = (max(16, bucket),) if bucket <= 64 else (64, LONGEST)
@@ -177,28 +176,25 @@ CONFIGS = [
 # Index letters: b sample, t and s position, d input feature, p output feature. A program takes one
 # sample of one layer and one pair (i <= j) of tiles of positions: both Gram tiles in registers
 # (loops over d, then over p), their product summed, pairs off the diagonal counted twice. Nothing
-# of size t x t is written: six sums a pair, which a second launch adds in fixed order (one
-# configuration, one result: `runtime.autotuned`); where one tile holds every position there is no
+# of size t x t is written. Six sums per pair are written, which a second launch adds in fixed order
+# (one configuration, one result: `runtime.autotuned`). If one tile holds every position there is no
 # second launch. With n tiles of positions a and g are read n times, from L2 after the first. The
-# sums of g over a tile's positions, of which a bias's gradients are made, come of the same read.
+# same read gives the sums of g over a tile's positions, for the gradients of a bias.
 #
 # One grid for all layers: a launch costs the host as much as a small layer's norm costs the device.
 # The layers' addresses are arguments, as in scaled_sums.
 #
-# The result is never below the exact value. Added are, with u = 2^-24 and m, w of
-# `rounding.one_sided`:
+# The result is never below the exact value. With u = 2^-24 and m, w of `tiles.one_sided` it adds:
 # - 2 u ||A||^2 ||G||^2 and what underflow hides, as the reference does: independent errors;
 # - m u sum |K_ts H_ts|: errors of one sign. Tensor cores truncate their float32 accumulator (Fasi
-# et
-#   al. 2021, Khattak and Mikaitis 2025), and equal terms round alike wherever they are added,
-# those of
-#   the clipped sum too, which then comes out high (`rounding.summed`);
+#   et al. 2021, Khattak and Mikaitis 2025). Equal terms round alike wherever they are added, also in
+#   the clipped sum, which is then too high (`tiles.summed`);
 # - w u (d ||A||^2 ||H||_F + p ||G||^2 ||K||_F): truncation inside an entry whose terms cancel (d
 #   and p at most `CHUNK`).
 
 
 _KNOWN: Known[tuple[tuple[float, ...], int]] = Known()
-"""Of groups of a kind, if their operands lie well: the bounds, and the room for their sums."""
+"""For groups of a kind with suitable layout: the bounds, and the room for their sums."""
 _SMALLEST = 64
 """Positions that are always one tile."""
 
@@ -213,8 +209,8 @@ def _norms_kernel(
     SUMS: tl.constexpr, A_MODE: tl.constexpr, G_MODE: tl.constexpr, A_RESTART: tl.constexpr,
     G_RESTART: tl.constexpr, LENGTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one pair of tiles, or the norm itself where there is one tile; LENGTH: positions as a
-    power of two, those of more than any tile as one number."""
+    """The sums of one pair of tiles, or the norm itself for one tile; LENGTH: positions as a power of
+    two, or one number for more than any tile."""
     ONE_TILE: tl.constexpr = LENGTH <= BLOCK_T
     tiles = tl.cdiv(t, BLOCK_T)
     pairs = tiles * (tiles + 1) // 2
@@ -251,8 +247,8 @@ def ghost_norms(pairs: Sequence[Use], biases: bool) -> tuple[Tensor, Tensor | No
     (b, t, _), p = a.shape, g.shape[2]
     rows = layers * b
     norms = torch.empty(rows, dtype=torch.float32, device=a.device)
-    # A launch begins where the configuration of the one before it ended: what a trial of smaller tiles
-    # wrote beyond lies beyond the columns that are added.
+    # A launch begins where the configuration of the previous one ended: entries that a trial of smaller
+    # tiles wrote lie beyond the columns that are added.
     stats = norms.new_empty(STATS, rows, room)
     sums = norms.new_empty(rows, cdiv(t, _SMALLEST), p) if biases else norms
     code = known and _norms_kernel.repeat(same, *operands, stats, norms, sums)
@@ -274,7 +270,7 @@ def _launch_group(
     use: Use, operands: Sequence[Tensor], stats: Tensor, norms: Tensor, sums: Tensor, layers: int,
     biases: bool, bounds: Sequence[float], same: Hashable,
 ) -> int:  # fmt: skip
-    """The number of pairs of tiles; `repeat` finds the launch by `same`."""
+    """Launches, and returns the number of pairs of tiles; `repeat` finds the launch by `same`."""
     a, g = use
     (b, t, d), p = a.shape, g.shape[2]
     bucket, pairs = next_power_of_2(t), 0
@@ -295,7 +291,7 @@ def _launch_group(
 
 
 def _lie_well(a: Tensor, g: Tensor) -> bool:
-    """Whether a launch takes them as they are, for several positions of a sample."""
+    """Whether a launch takes them without a copy, for several positions per sample."""
     if not takes(a, g) or a.shape[1] < 2 or not a.numel() or not g.numel():
         return False
     return not any(to_copy(x, cdiv(a.shape[1], _SMALLEST)) for x in (a, g))
@@ -336,7 +332,7 @@ def _pairs_kernel(
 
 
 def _launch(x: Use, y: Use, stats: Tensor) -> int:
-    """Sums of every pair of tiles of two uses, or of one (y is x); the number of pairs.
+    """Writes sums of every pair of tiles of two uses, or of one (y is x), and returns their number.
 
     Args:
         stats: [6, b, >= room_for(x, y)].
@@ -360,12 +356,12 @@ def _launch(x: Use, y: Use, stats: Tensor) -> int:
 
 
 def _pair_norms(uses: Sequence[Use]) -> Tensor:
-    """Norms of uses that lie well, none of them empty, with one bound for all: uses may cancel."""
+    """Returns norms of non-empty uses with suitable layout, with one bound for all: uses may cancel."""
     if len(uses) == 1:
         return ghost_norms(uses, False)[0][0]
     pairs = [(x, y) for k, x in enumerate(uses) for y in uses[k:]]
-    # A launch begins where the configuration of the one before it ended: what a trial of smaller
-    # tiles wrote beyond is written over, or lies beyond the columns that are added.
+    # A launch begins where the configuration of the previous one ended: entries that a trial of
+    # smaller tiles wrote are overwritten, or lie beyond the columns that are added.
     first, columns = uses[0][0], 0
     stats = torch.empty(
         STATS, len(first), sum(room_for(x, y) for x, y in pairs), dtype=torch.float32,
@@ -377,9 +373,9 @@ def _pair_norms(uses: Sequence[Use]) -> Tensor:
 
 
 def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
-    """Squared norm of sum_k g_k^T a_k over the uses of one parameter, [b].
+    """Returns squared norms of sum_k g_k^T a_k over the uses of one parameter, [b].
 
-    Nothing is copied, unless there are many uses, or they lie badly (`alignment`).
+    Nothing is copied, unless there are many uses, or their layout does not suit (`aligned`).
 
     Args:
         parts: the uses; t may differ from use to use.
@@ -401,7 +397,7 @@ def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
         return _pair_norms(uses)
 
     def ready(x: Tensor, size: int, samples: slice) -> Tensor:
-        return aligned(x[samples]) if size else x[samples]  # of all uses, or their n would differ
+        return aligned(x[samples]) if size else x[samples]  # for all uses, or their n would differ
 
     return torch.cat([
         _pair_norms([(ready(a, sizes[0], part), ready(g, sizes[1], part)) for a, g in uses])
@@ -415,7 +411,7 @@ def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
 
 
 def ghost_cross(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
-    """<g1_b^T a1_b, g2_b^T a2_b>, the cross term of two uses of one parameter, [b].
+    """Returns <g1_b^T a1_b, g2_b^T a2_b>, the cross term of two uses of one parameter, [b].
 
     It has a sign and no bound: `ghost_norm_concat` is the norm. a1 [b, t, d], g1 [b, t, p],
     a2 [b, s, d], g2 [b, s, p].

@@ -2,14 +2,14 @@
 
     y = (x - mean) * rstd * w + bias,  statistics over the c/k channels of a group and all positions
 
-PyTorch's kernels want the positions of a channel side by side, and copy every other map there and back.
-Here a program takes some whole groups of neighboring channels, its columns, of one sample: a row of
-its tile is one read of neighboring bytes. Groups whose size is no power of two are padded to one.
+PyTorch's kernels need adjacent positions of a channel, and copy every other map there and back. Here a
+program takes some whole groups of neighboring channels of one sample, its columns. A row of its tile is
+one read of neighboring bytes. Groups whose size is not a power of two are padded to one.
 
-A sample's positions fit in registers: x is read once. Else they are cut into chunks: each leaves mean
-and squared deviations of its groups (Welford's recurrence for each entry of the tile, merged as by
-Chan, Golub and LeVeque 1983, so that a large mean costs no digits), and a second kernel merges those
-of a sample and normalizes. The cut depends on the shape of a sample only, not on the batch.
+If a sample's positions fit in registers, x is read once. Otherwise they are cut into chunks. Each writes
+mean and squared deviations of its groups (Welford's recurrence per entry of the tile, merged as by Chan,
+Golub and LeVeque 1983, without losing digits to a large mean). A second kernel merges those of a sample
+and normalizes. The cut depends only on the shape of a sample, not on the batch.
 
 Index letters: b sample, t position, c channel, k group of channels.
 """
@@ -39,23 +39,23 @@ from fastclip.ops.triton.runtime import (
 )
 
 COLUMNS = (64, 32, 16)
-"""Channels of a program, the most that suit; fewer would be less than 32 bytes of a row."""
+"""Channels per program, the most that fit; fewer would be less than 32 bytes of a row."""
 MAX_SIZE = 1024  # channels of a group, all of which are columns of one program
-ENOUGH = 32  # columns: more only where a tile stays so small that two share a multiprocessor
+ENOUGH = 32  # columns: more only if a tile is so small that two share a multiprocessor
 TILE = 1 << 14  # entries that a program holds in registers
 A_THREAD = 64  # entries that a thread holds, most
 CHUNK = 1 << 15  # entries that a program goes through
-MERGED = 1 << 12  # columns of all chunks of a sample, most: who merges them reads them all
+MERGED = 1 << 12  # maximal columns of all chunks of a sample: the merging program reads them all
 STEP = 64  # positions: chunks are whole steps
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sample is cut into programs: what follows from its shape.
+    """How a sample is cut into programs, which depends on its shape.
 
     Attributes:
         size: channels of a group. columns: of a program, padding included. blocks: of columns.
-        chunks: of positions; 1 where a program holds all. rows: positions of a chunk.
+        chunks: of positions; 1 if a program holds all. rows: positions of a chunk.
         whole: whether a program holds all positions in registers.
     """
 
@@ -68,13 +68,13 @@ class Cut:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of every kernel here."""
+        """Returns the constants of every kernel here."""
         return {"SIZE": self.size, "SIZE2": next_power_of_2(self.size), "COLUMNS": self.columns}
 
 
 @functools.lru_cache(maxsize=4096)
 def cut(c: int, t: int, k: int) -> Cut:
-    """How a sample of t positions with c channels in k groups is cut."""
+    """Returns how a sample of t positions with c channels in k groups is cut."""
     size = c // k
     size2, t2 = next_power_of_2(size), next_power_of_2(t)
     widths = [min(max(n, size2), next_power_of_2(k) * size2) for n in COLUMNS]
@@ -102,25 +102,25 @@ def launch(
     kernel: Launched, programs: int, same: Hashable, tensors: Sequence[Tensor], *numbers: float,
     **constants: Any,
 ) -> None:  # fmt: skip
-    """One launch, with the class of its work as the last number."""
+    """Launches once, with the class of its work as the last number."""
     if not kernel.repeat(same, *tensors):
         kernel[(programs,)](*tensors, *numbers, work_class(programs), same=same, **constants)
 
 
 def warps(*sizes: int) -> list[triton.Config]:
-    """Configurations of kernels that hold a sample: nothing but threads to choose."""
+    """Returns configurations of kernels that hold a sample: only threads vary."""
     return [triton.Config({}, num_warps=w, num_stages=1) for w in sizes]
 
 
 def held(configs: list[triton.Config], _: Any, *, T2: int, COLUMNS: int, **rest: Any) -> list[Any]:
-    """Those with threads enough for T2 positions of COLUMNS channels, and not four times as many."""
+    """Returns those with enough threads for T2 positions of COLUMNS channels, below four times that."""
     each = [T2 * COLUMNS / (32 * c.num_warps) for c in configs]
     fits = [c for c, n in zip(configs, each, strict=True) if A_THREAD // 4 < n <= A_THREAD]
     return fits or [min(configs, key=lambda c: c.num_warps)]  # a small tile
 
 
 def tiles(*sizes: tuple[int, int]) -> list[triton.Config]:
-    """Configurations of kernels that go through a chunk: entries of a tile, and threads."""
+    """Returns configurations of kernels that loop over a chunk: entries of a tile, and threads."""
     return [triton.Config({"ELEMENTS": n}, num_warps=w, num_stages=2) for n, w in sizes]
 
 
@@ -161,7 +161,7 @@ def store(Y, row, channel, end, there, c, y):
 
 @triton.jit
 def affine(W, channel, there, HAS: tl.constexpr, OTHERWISE: tl.constexpr):
-    """A parameter of each column, or a number where there is none."""
+    """A parameter of each column, or a number if there is none."""
     if HAS:
         return tl.load(W + channel, mask=there, other=0.0).to(tl.float32)
     else:
@@ -170,7 +170,7 @@ def affine(W, channel, there, HAS: tl.constexpr, OTHERWISE: tl.constexpr):
 
 @triton.jit
 def _keep(MEAN, RSTD, at, group, there, mean, rstd, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):
-    """One number a group, of its first column."""
+    """One number per group, of its first column."""
     first = there & (tl.arange(0, COLUMNS) % SIZE2 == 0)
     tl.store(MEAN + at + group, mean, mask=first)
     tl.store(RSTD + at + group, rstd, mask=first)
@@ -232,8 +232,8 @@ def _normalize(X, W, BIAS, MEANS, SQUARES, Y, MEAN, RSTD, samples, t, c, k, bloc
                work, CHUNKS2: tl.constexpr, SIZE: tl.constexpr,
                SIZE2: tl.constexpr, COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                HAS_BIAS: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
-    """A chunk, once the moments of its sample's chunks are merged; last samples first: these are what
-    the cache still holds."""
+    """A chunk, after merging the moments of its sample's chunks; last samples first: the cache still
+    holds these."""
     ROWS: tl.constexpr = ELEMENTS // COLUMNS
     part = samples * chunks - 1 - tl.program_id(0) // blocks
     b, start = (part // chunks).to(tl.int64), part % chunks * rows
@@ -298,9 +298,9 @@ def group_norm(
 #     x_hat = (x - mean) * rstd    dw_b = sum_t g * x_hat    db_b = sum_t g    h = g * w
 #     dx = rstd * (h - M[h] - x_hat * M[h * x_hat]),  M the mean over a group
 #
-# Cut into programs as in ops/triton/group_norm.py. Where a sample's positions fit in registers x
-# and g are read once. Else each chunk leaves its part of dw and db, and a second kernel adds those
-# of a sample, in a fixed order, and reads x and g once more for dx. Other maps go to
+# Cut into programs as in the forward pass. If a sample's positions fit in registers, x and g are
+# read once. Otherwise each chunk writes its part of dw and db. A second kernel adds those of a
+# sample, in a fixed order, and reads x and g once more for dx. Other maps go to
 # ops/triton/layer_norm.py.
 #
 # Index letters: b sample, t position, c channel, k group of channels.
@@ -378,8 +378,8 @@ def _sums(X, G, MEAN, RSTD, DWS, DBS, t, c, k, blocks, chunks, rows, work,
 def _gradient(X, G, MEAN, RSTD, W, DWS, DBS, DX, DW, DB, samples, t, c, k, blocks, chunks, rows, work,
               CHUNKS2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr,
               COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
-    """dx of a chunk, once the parts of dw and db are added; last samples first: these are what the
-    cache still holds."""
+    """dx of a chunk, after adding the parts of dw and db; last samples first: the cache still holds
+    these."""
     ROWS: tl.constexpr = ELEMENTS // COLUMNS
     part = samples * chunks - 1 - tl.program_id(0) // blocks
     b, start = (part // chunks).to(tl.int64), part % chunks * rows

@@ -1,15 +1,15 @@
-"""Squared norms of g_b^T a_b by computing it, a tile in registers; stored only where asked for.
+"""Squared norms of g_b^T a_b by computing it, a tile in registers; stored only on request.
 
     W_pd = sum_t g_tp a_td,   ||W||^2 = sum_{p,d} W_pd^2
 
 Index letters: b sample, t position, d input feature, p output feature. A program takes one sample
-and one tile of W: it loops over t, squares and sums. One number a tile is written and a second
-launch adds them in fixed order (one configuration, one result: `runtime.autotuned`); with `keep`, W
-too. With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after the first; the first
-row of tiles reads a once more and the first column g, for the sizes that the bound needs.
+and one tile of W: it loops over t, squares and sums. One number per tile is written (with `keep`, W
+too), and a second launch adds them in fixed order (one configuration, one result: `runtime.autotuned`).
+With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after the first. The first row of
+tiles reads a once more and the first column g, for the sizes that the bound needs.
 
 The result is never below the exact value: (||W|| (1 + m u) + (1 + t w) u ||A|| ||G||)^2 with
-u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_margin`; m and w (rounding.one_sided) cover
+u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_margin`; m and w (`tiles.one_sided`) cover
 the accumulators of tensor cores, which truncate.
 """
 
@@ -62,8 +62,8 @@ _SPILLS = {("ieee", "ampere"): ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3
 def usable(
     configs: list[Any], named: dict[str, Any], spills: Spills = _SPILLS, **kwargs: Any
 ) -> list[Any]:
-    """Configurations whose tile suits a gradient [p, d] and the kind of product: of 16-bit operands, one
-    side of it may be half of what fits."""
+    """Returns configurations whose tile suits a gradient [p, d] and the kind of product. For 16-bit
+    operands, one side may be half of what fits."""
     options = {**named, **kwargs}
     mode = options["MODE"]
 
@@ -182,13 +182,13 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
 
 
 _KNOWN: Known[bool] = Known()
-"""Operands of a kind that kernels take."""
+"""Whether kernels take operands of a kind."""
 
 
 def _launch(
     a: Tensor, g: Tensor, stats: Tensor, grads: Tensor, keep: bool, same: Hashable
 ) -> tuple[int, int]:
-    """The numbers of tiles of p and of d; `repeat` finds the launch by `same`."""
+    """Launches, and returns the numbers of tiles of p and d; `repeat` finds the launch by `same`."""
     (b, t, d), p = a.shape, g.shape[2]
     tiles = 0, 0
 

@@ -4,10 +4,10 @@
     dx = rstd * (h - M[h] - x_hat * M[h * x_hat]),  M the mean over what was normalized
 
 (RMSNorm: no mean and no M[h].) Index letters: b sample, t position, c channel, k group of channels.
-LayerNorm and RMSNorm: a program takes some positions of a sample with all their channels; x and g
-are read once, dx is written once, dw and db leave as partials over blocks of positions that are
-summed in a fixed order. GroupNorm (InstanceNorm: one channel a group): a program takes a group of a
-sample; x and g are read once where the group fits in registers, else a second time from the cache.
+LayerNorm and RMSNorm: a program takes some positions of a sample with all their channels. x and g are
+read once, dx is written once, and dw and db are written as partial sums over blocks of positions, added
+in a fixed order. GroupNorm (InstanceNorm: one channel per group): a program takes a group of a sample. x
+and g are read once if the group fits in registers, otherwise a second time from the cache.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def _by_rows(
     if not x.numel():
         return dx, *x.new_zeros(2, b, c, dtype=torch.float32)
     c2 = next_power_of_2(c)
-    # Enough programs to fill a large GPU eight times over, in blocks long enough that the partials
-    # stay a few per cent of the traffic.
+    # Enough programs to fill a large GPU eight times, in blocks long enough that the partial sums
+    # are a few percent of the traffic.
     rows = min(max(next_power_of_2(b * t) // 1024, 16, 4096 // c2), 128)
     chunks = cdiv(t, rows)
     parts = x.new_empty(1 if mean is None else 2, b, chunks, c, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What every kernel needs: where it can run, how it is launched and tuned."""
+"""The common part of kernels: supported tensors, launches and tuning."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from fastclip.core.system import Work
 from fastclip.core.torch_names import are_deterministic, current_gpu, stream_of
 
 # -------------------------------------------------------------------------------------------------
-# The search for a kernel's fastest configuration, which a model's first step waits for.
+# The search for a kernel's fastest configuration, for which a model's first step waits.
 #
-# A few trials tell slow configurations from fast ones: as many as take `_ENOUGH`, where Triton's
-# own way takes 125 ms for each, and a ResNet-50 has a hundred searches.
+# A few trials, limited by `_ENOUGH`, distinguish slow configurations from fast ones. Triton's own
+# search takes 125 ms for each, and a ResNet-50 has a hundred searches.
 
 
 _ENOUGH = 8.0
 """Milliseconds of trials of one configuration."""
 _FEWEST, _MOST = 2, 20
 _CACHE = 256 << 20
-"""Bytes written before each trial: more than any L2 holds, so that operands come from memory, and so
-many that the host is ahead of the device."""
+"""Bytes written before each trial: more than any L2 holds (operands then come from memory), and enough
+to keep the host ahead of the device."""
 _TRYING = Work("tries configurations of kernels")
 
 
 def search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Any) -> Any:
-    """triton.autotune of the kernel; what it finds is kept on disk where Triton can."""
+    """Returns triton.autotune of the kernel, with results cached on disk if Triton can."""
 
     def measured(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
         with _TRYING.bit(kernel.__name__):
@@ -52,7 +52,7 @@ def search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Any
 
 
 def trials(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
-    """Milliseconds that a launch takes, at these quantiles.
+    """Returns milliseconds per launch, at these quantiles.
 
     Args:
         call: launches it; the first time compiles it.
@@ -66,7 +66,7 @@ def trials(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
 
 
 def _timed(call: Callable[[], Any], times: int) -> list[float]:
-    """Milliseconds of so many calls."""
+    """Returns milliseconds of so many calls."""
     written = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
     events = []
     for _ in range(times):
@@ -81,7 +81,7 @@ def _timed(call: Callable[[], Any], times: int) -> list[float]:
 
 
 # -------------------------------------------------------------------------------------------------
-# What is known of earlier launches, by all that it follows from.
+# Data of earlier launches, by everything that it depends on.
 
 
 Value = TypeVar("Value")
@@ -89,7 +89,7 @@ _MOST_KNOWN = 4096
 
 
 class Known(dict[Hashable, Value]):
-    """A dictionary that is begun anew where it has grown too large: shapes may never repeat."""
+    """A dictionary that is emptied when it is too large: shapes may never repeat."""
 
     def __setitem__(self, key: Hashable, value: Value) -> None:
         if len(self) >= _MOST_KNOWN:
@@ -104,23 +104,23 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run on the CPU, in Triton's interpreter (set before triton is imported)."""
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 Prune = Callable[..., list[triton.Config]]
-"""(configs, arguments by name, **options) -> those that suit the arguments: `early_config_prune`."""
+"""(configs, arguments by name, **options) -> usable configurations: Triton's `early_config_prune`."""
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many parts of this size hold n. (triton.cdiv is for kernels, too, and ten times as slow.)"""
+    """Returns the parts of this size that hold n. (triton.cdiv is also for kernels, and 10x as slow.)"""
     return -(-n // size)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest that is not below n."""
+    """Returns the smallest power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def runs_on(*tensors: Tensor) -> bool:
-    """Whether kernels can take these tensors: one device, an NVIDIA GPU or the interpreter's CPU,
-    types that accumulate in float32 (float64 stays with the reference), and memory that holds their
-    numbers, not the negative ones (`z.conj().imag`)."""
+    """Whether kernels can take these tensors: one device (an NVIDIA GPU or the interpreter's CPU), types
+    that accumulate in float32 (float64 uses the reference), and memory that holds their values, not the
+    negative ones (`z.conj().imag`)."""
     first = tensors[0].device
     for x in tensors:
         dtype = x.dtype
@@ -135,14 +135,14 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def alike(*tensors: Tensor) -> Hashable:
-    """All that launches depend on of tensors, but for their addresses."""
+    """Returns everything that launches depend on, except the tensors' addresses."""
     return tuple([(x.dtype, x.device, x.shape, x.stride(), x.is_neg()) for x in tensors])
 
 
 def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """triton.jit for a kernel that is launched: `launched(f)[grid](...)` runs where its tensors lie.
+    """triton.jit for a kernel that is launched: `launched(f)[grid](...)` runs on its tensors' device.
 
-    Functions that only kernels call are plain triton.jit. options: of triton.jit.
+    Functions that only kernels call use plain triton.jit. options: of triton.jit.
     """
     if function is None:
         return lambda function: Launched(triton.jit(function, **options))
@@ -150,36 +150,36 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class Launched:
-    """A kernel whose device is that of its tensors: Triton itself takes the current device, where
-    the address of another GPU's memory is wrong, and its current stream.
+    """A kernel that runs on the device of its tensors. Triton itself takes the current device and
+    stream, where addresses of another GPU are wrong.
 
-    Triton's own way to a launch costs the host more than all else there. It is gone once for each
-    combination of what the compiled code depends on; after that the code is launched as it is.
+    Triton's own launch is the host's largest cost. It runs once for each combination that the compiled
+    code depends on. After that the code is launched directly.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._tensors: int | None = None
-        """How many of the arguments are tensors, or None: the first ones."""
+        """How many of the first arguments are tensors or None."""
         self._compiled: Known[Compiled] = Known()
         self._noted: Known[tuple[Compiled, tuple[int, ...], int, tuple]] = Known()
-        """Launches that were told what they follow from: code, grid, device, numbers."""
+        """Launches with a `same` key: code, grid, device, numbers."""
         self._lock = Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def repeat(self, same: Hashable, *tensors: Tensor) -> Compiled | None:
-        """Launch what was launched with this `same` before; None where that was not, or not so.
+        """Repeats the launch with this `same` key; None if there was none, or it does not fit.
 
-        Half of a launch's time goes into numbers that are those of the layer's last step.
+        Half of a launch's time goes into numbers that equal those of the layer's last step.
 
         Args:
-            same: grid, numbers, constants, and types and device of the tensors follow from it: it
-                tells what is `alike` in all of those that were given. tensors: all of the kernel's.
+            same: determines grid, numbers, constants, and types and device of the tensors; it contains
+                `alike` of all given tensors. tensors: all of the kernel's.
 
         Returns:
-            What was launched.
+            The launched code.
         """
         if INTERPRETED or not self._noted:
             return None
@@ -192,7 +192,7 @@ class Launched:
         return known
 
     def _launch(self, grid: Any, *args: Any, same: Hashable = None, **kwargs: Any) -> None:
-        """One launch; `repeat` finds it by `same`, if it is given."""
+        """Launches once; `repeat` finds the launch by `same`, if it is given."""
         if INTERPRETED:
             with _device_of(args):
                 self.run(grid, args, kwargs)
@@ -218,11 +218,11 @@ class Launched:
     def _key(
         self, tensors: tuple, addresses: list[int | None], numbers: tuple, constants: dict[str, Any]
     ) -> tuple:
-        """All that the compiled code depends on: Triton compiles anew for other types, for addresses
-        that are multiples of 16 or are not, for other constants, and for some values of numbers.
+        """Returns everything that the compiled code depends on. Triton compiles again for other types,
+        for addresses that are multiples of 16 or not, for other constants, and for some numbers.
 
-        And the devices of all tensors: an address of another device's memory is an error that Triton
-        finds, and compiled code does not."""
+        It includes the devices of all tensors: Triton reports an address of another device's memory,
+        but compiled code does not."""
         values = tuple(constants.values())
         return (
             numbers, tuple(map(type, numbers)), tuple(constants), values, tuple(map(type, values)),
@@ -232,12 +232,12 @@ class Launched:
         )  # fmt: skip
 
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
-        """One launch on the current device, and what was launched."""
+        """Launches once on the current device, and returns the launched code."""
         return self.compiled(self.kernel[grid](*args, **kwargs), len(args), kwargs)
 
     def compiled(self, code: Any, given: int, constants: dict[str, Any]) -> Compiled | None:
-        """What Triton has launched, after so many arguments, with these constants by name; the
-        interpreter has no such thing."""
+        """Returns the code that Triton has launched, for `given` arguments and these constants by name;
+        None for the interpreter."""
         if code is None:
             return None
         rest = self.kernel.arg_names[given:]
@@ -245,9 +245,9 @@ class Launched:
 
 
 def _mark(same: Hashable, addresses: list[int | None]) -> tuple:
-    """What a launch is found by: Triton compiles anew for addresses that are not multiples of 16."""
-    apart: Hashable = None in addresses or reduce(or_, addresses) & 15  # type: ignore[arg-type, operator]
-    if apart:  # rare
+    """Returns the key of a launch: Triton compiles again for addresses that are not multiples of 16."""
+    unaligned: Hashable = None in addresses or reduce(or_, addresses) & 15  # type: ignore[arg-type, operator]
+    if unaligned:  # rare
         apart = tuple([None if address is None else address & 15 for address in addresses])
     return same, apart, are_deterministic()
 
@@ -256,25 +256,25 @@ class Compiled:
     """Compiled code with the constants that it was compiled for.
 
     Args:
-        code: Triton's. constants: by name, for the grid. rest: in the order of the kernel, which wants
-            to be given them, too.
+        code: Triton's. constants: by name, for the grid. rest: in the order of the kernel, which also
+        needs them.
     """
 
     def __init__(self, code: Any, constants: dict[str, Any], rest: tuple) -> None:
         self.constants = constants
         self._code, self._rest = code, rest
         self._run, self._fixed = code.run, (code.function, code.packed_metadata, None, None, None)
-        """Triton's launcher, and what it is given first."""
+        """Triton's launcher, and its first arguments."""
 
     def grid(self, grid: Any) -> tuple[int, int, int]:
-        """Three sizes, of a grid or of what makes one of the constants."""
+        """Returns three sizes, of a grid or of a function that makes one from the constants."""
         sizes: tuple[int, ...] = (*(grid(self.constants) if callable(grid) else grid), 1, 1)
         return sizes[0], sizes[1], sizes[2]
 
     def launch(
         self, grid: tuple[int, ...], device: int, addresses: list[int | None], numbers: tuple
     ) -> None:
-        """Launch it on the current stream of the device.
+        """Launches it on the current stream of the device.
 
         Args:
             grid: three sizes. addresses: of the tensors. numbers: the other arguments.
@@ -286,16 +286,16 @@ class Compiled:
 
 
 def _first_tensors(args: tuple) -> int:
-    """How many arguments are tensors, or None, which must be the first ones."""
+    """Returns how many arguments are tensors or None, which must be the first ones."""
     found = [x is None or isinstance(x, Tensor) for x in args]
     number = sum(found)
     if not all(found[:number]):
-        raise TypeError("a kernel takes its tensors first, then numbers")
+        raise TypeError("A kernel expects its tensors first, then numbers.")
     return number
 
 
 def _somebody_listens() -> bool:
-    """Whether a profiler has asked Triton to tell it of launches, which only Triton's own way does."""
+    """Whether a profiler listens to launches, which only Triton's own launch reports."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     try:
         return bool(enter.calls or leave.calls)
@@ -311,19 +311,19 @@ def _device_of(args: tuple) -> AbstractContextManager:
 def autotuned(
     configs: Sequence[triton.Config], key: Sequence[str], prune: Prune | None = None
 ) -> Callable[[Launched], Tuned]:
-    """A small search for the fastest configuration, once a key; cached on disk where Triton can.
+    """Searches for the fastest configuration, once per key; cached on disk if Triton can.
 
-    A trial runs on the real arguments, so a kernel only stores (it never adds to what is there), and
-    whoever reads what it stored reads no more than the configuration of the last launch has written.
+    A trial runs on the real arguments. So a kernel only stores (it never adds to memory), and readers of
+    its output read no more than the configuration of the last launch has written.
 
-    Which configuration is fastest differs from machine to machine, and from search to search, and
-    with it the last bits of a result. torch.use_deterministic_algorithms(True) stops the search: the
-    first configuration that suits the arguments is taken then, as in the interpreter.
+    The fastest configuration varies with machine and search, and with it the last bits of a result.
+    torch.use_deterministic_algorithms(True) stops the search: the first configuration that suits the
+    arguments is used then, as in the interpreter.
 
     Args:
         configs: the search space, the best guess first. key: names of arguments whose value starts a
-            new search, `work.work_class` of what grows with the batch among them (a number that code is
-            not compiled anew for). prune: leaves the configurations that suit the arguments.
+            new search, among them `work_class` of sizes that grow with the batch (code is not compiled
+            again for it). prune: keeps the configurations that suit the arguments.
     """
     return lambda kernel: Tuned(kernel.kernel, list(configs), list(key), prune)
 
@@ -339,7 +339,7 @@ class Tuned(Launched):
         self.search = None if INTERPRETED else search(kernel, configs, key, prune)
 
     def usable(self, args: tuple, kwargs: dict[str, Any]) -> list[triton.Config]:
-        """The configurations that suit the arguments of a launch, the best guess first."""
+        """Returns the configurations that suit the arguments of a launch, the best guess first."""
         if self.prune is None:
             return self.configs
         return self.prune(
@@ -350,7 +350,7 @@ class Tuned(Launched):
         return (*super()._key(*launch), are_deterministic())
 
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
-        """One launch, which a search may precede, and what was launched."""
+        """Launches once, possibly after a search, and returns the launched code."""
         if self.search is None or are_deterministic():
             return self.run_with(self.usable(args, kwargs)[0], grid, args, kwargs)
         code = self.search[grid](*args, **kwargs)
@@ -361,48 +361,48 @@ class Tuned(Launched):
     def run_with(
         self, config: triton.Config, grid: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Compiled | None:
-        """One launch with this configuration."""
+        """Launches once with this configuration."""
         options = config.kwargs if INTERPRETED else config.all_kwargs()
         code = self.kernel[grid](*args, **kwargs, **options)
         return self.compiled(code, len(args), {**kwargs, **config.kwargs})
 
 
 # -------------------------------------------------------------------------------------------------
-# How much there is to do: into how many parts a sum is cut, and which batches a search serves.
+# The amount of work: into how many parts a sum is cut, and which batches share a search.
 #
-# Programs run in waves: a device has `slots` for programs at once, and the last wave leaves those
-# empty for which nothing is left.
+# Programs run in waves: a device has `slots` for programs at once, and the last wave leaves some of
+# them empty.
 
 
 _WAVES = 8
-"""Most waves that a sum is cut for."""
+"""Maximal waves that a sum is cut for."""
 STORE = 8
-"""A part's own sum, written and read once more, in steps of 64 positions: what more parts cost."""
+"""The cost of another part, whose sum is written and read once more, in steps of 64 positions."""
 _CLASSES = (64, 256, 1024)
-"""Most programs, or steps, of all classes but the last."""
+"""Maximal programs, or steps, of all classes except the last."""
 _TILE = 128
-"""Rows and columns of a tile of which a multiprocessor holds one."""
+"""Rows and columns of a tile that fills a multiprocessor."""
 _MOST_RESIDENT = 4
-"""Tiles that a multiprocessor holds, however small they are."""
+"""Maximal tiles that a multiprocessor holds, for any size."""
 _CORES = 4
-"""Of a device that has none to count: the interpreter's."""
+"""Multiprocessors assumed for the interpreter's device."""
 
 
 def work_class(n: int) -> int:
-    """The class of n programs, or steps: what a search found for one n serves its class.
+    """Returns the class of n programs, or steps, which share the result of a search.
 
-    A batch of other size must not be served by what a check on two rows found, and Poisson batches,
-    each of its own size, must not search each time. A class reaches from n to 4 n: batches that vary
-    by less meet two at most. In the last the device is full whatever the tile is.
+    A large batch must not use the result of a dry run on two samples, and Poisson-sampled batches, whose
+    sizes vary, must not search each time. A class reaches from n to 4 n: batches that vary by less use
+    at most two. In the last class every tile fills the device.
     """
     return next((k for k, most in enumerate(_CLASSES) if n <= most), len(_CLASSES))
 
 
 def cost(splits: int, tiles: int, steps: int, slots: int, store: int = STORE) -> int:
-    """Steps that a device takes one after the other for `tiles` sums of `steps`, each in `splits`.
+    """Returns the sequential steps of a device for `tiles` sums of `steps`, each in `splits`.
 
     Args:
-        store: steps that a part's own sum costs.
+        store: cost of a part's own sum, in steps.
     """
     more = store if splits > 1 else 0
     return cdiv(tiles * splits, slots) * (cdiv(steps, splits) + more)
@@ -410,10 +410,10 @@ def cost(splits: int, tiles: int, steps: int, slots: int, store: int = STORE) ->
 
 @functools.lru_cache(maxsize=4096)
 def splits_of(tiles: int, steps: int, slots: int, store: int = STORE) -> int:
-    """Into how many parts to cut each of `tiles` sums, so that the last wave is nearly full.
+    """Returns the number of parts for each of `tiles` sums that nearly fills the last wave.
 
-    The fewest whose cost is within 1/16 of the least: each part takes memory for its sum. No part is
-    empty.
+    It is the smallest whose cost is within 1/16 of the minimum: each part takes memory for its sum. No
+    part is empty.
     """
     full = (min(steps, slots * n // tiles) for n in range(1, _WAVES + 1))
     found = {1} | {cdiv(steps, cdiv(steps, most)) for most in full if most > 1}
@@ -423,13 +423,13 @@ def splits_of(tiles: int, steps: int, slots: int, store: int = STORE) -> int:
 
 
 def slots(device: torch.device, rows: int, columns: int) -> int:
-    """Programs that run at once, each with a tile of so many rows and columns."""
+    """Returns the programs that run at once, each with a tile of so many rows and columns."""
     return _cores(device) * min(_MOST_RESIDENT, _TILE * _TILE // (rows * columns))
 
 
 @functools.cache
 def _cores(device: torch.device) -> int:
-    """Multiprocessors."""
+    """Returns the number of multiprocessors."""
     if device.type != "cuda":
         return _CORES
     return torch.cuda.get_device_properties(device).multi_processor_count

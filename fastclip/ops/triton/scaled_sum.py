@@ -3,22 +3,22 @@
     W_pd = sum_b s_b sum_t g_btp a_btd
 
 Index letters: b sample, t position, d input feature, p output feature. A matrix product over the
-positions of all samples: a program takes a tile of W and one of `splits` stretches of (b, t), as many
-as leave little of the GPU idle (`work.splits_of`). Partial sums are added in fixed order (one
+positions of all samples: a program takes a tile of W and one of `splits` stretches of (b, t). Their
+number leaves little of the GPU idle (`runtime.splits_of`). Partial sums are added in fixed order (one
 configuration and GPU, one result: `runtime.autotuned`). With n_p by n_d tiles, a is read n_p times
 and g n_d times, from L2 after the first.
 
 A sample's contribution must not exceed its sensitivity, and the scales leave 2^-18 for rounding.
-s_b g_b rounded to bfloat16 (2^-8 a value, alike for equal values) would break it, and so would two
+s_b g_b rounded to bfloat16 (2^-8 per value, alike for equal values) would exceed it, and so would two
 bfloat16 halves (2^-17). So nothing is rounded before a product:
-- 16-bit operands are multiplied as they are (exactly, on tensor cores), up to 128 positions of one
-  sample after the other, and each such float32 sum is scaled by one multiply-add a value;
+- 16-bit operands are multiplied directly (exactly, on tensor cores), up to 128 positions of one
+  sample at a time. Each such float32 sum is scaled by one multiply-add per value;
 - float32 operands, and fewer than 16 positions (a tile then holds many samples), are scaled in
   float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products, which
   keep 21 bits of s_b g_b and all of a_b.
 
-A sample of scale 0 contributes 0 even where its operands are not finite: what comes of them is not
-added. They are read all the same: loads that waited for the scale would come one step later.
+A sample of scale 0 contributes 0 even if its operands are not finite: its results are not added. Its
+operands are still read: loads that wait for the scale would come one step later.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from fastclip.ops.triton.tiles import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# One tile of a clipped sum over one stretch of (b, t): what scaled_sum and scaled_sums launch.
+# One tile of a clipped sum over one stretch of (b, t), launched by scaled_sum and scaled_sums.
 #
 # Index letters: b sample, t position, d input feature, p output feature.
 #
-# A step takes as many positions as a power of two, so that the last one of a sample may be filled
-# little: a ViT's 197 are one step of 128 and 69 positions of another. With a TAIL these are taken
-# by themselves, after the whole steps of all samples, as 64 and 16 positions.
+# The positions of a step are a power of two, and a sample's last step may be nearly empty: a ViT's
+# 197 are one step of 128 and 69 positions of another. With a TAIL these are taken separately, after
+# the whole steps of all samples, as 64 and 16 positions.
 
 
 @triton.jit
@@ -82,9 +82,9 @@ def sum_tile(
 
     Args:
         WHOLE_T: BLOCK_T divides t. WHOLE_SIDES: the tile lies within p and d. TAIL: 16 or 80, no less
-            than the positions beyond a sample's last whole step, which are taken by themselves, or 0.
+            than the positions beyond a sample's last whole step, which are taken separately, or 0.
     """
-    tl.static_assert(TAIL == 0 or BLOCK_T == 128)  # of which a TAIL is the rest
+    tl.static_assert(TAIL == 0 or BLOCK_T == 128)  # a TAIL is its rest
     tiles_d = tl.cdiv(d, BLOCK_D)
     i, j = tile // tiles_d, tile % tiles_d
     rows, cols = i * BLOCK_P + tl.arange(0, BLOCK_P), j * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -132,9 +132,9 @@ def _of_steps(
     MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr, BLOCK_T: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Products of one sample's positions each, scaled; what a TAIL takes is left out.
+    """Scaled products of one sample's positions each, without those of a TAIL.
 
-    Few instructions a step: the processors that issue them are what tensor cores wait for.
+    It has few instructions per step: tensor cores wait for the processors that issue them.
     """
     if TAIL:
         t = t // BLOCK_T * BLOCK_T
@@ -169,7 +169,7 @@ def _of_tails(
     acc, a, g, scale, in_p, in_d, b, t, split, splits, a_b, a_t, g_b, g_t, scale_b,
     MODE: tl.constexpr, WHOLE_SIDES: tl.constexpr, BLOCK_T: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The same of what lies beyond the whole steps."""
+    """The same for positions beyond the whole steps."""
     share = tl.cdiv(b, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, b)
     t0 = (t // BLOCK_T * BLOCK_T).to(tl.int64)
@@ -195,7 +195,7 @@ def _piece(
     part, g, a, rest, in_p, in_d, a_t, g_t, MODE: tl.constexpr, WHOLE_SIDES: tl.constexpr,
     FIRST: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """part + the product of so many of a tail's positions, as far as there are any."""
+    """part + the product of so many of a tail's positions, if there are any."""
     local = FIRST + tl.arange(0, LENGTH)
     return _tile_product(
         part, g + local[None, :].to(tl.int64) * g_t, a + local[:, None].to(tl.int64) * a_t,
@@ -215,7 +215,7 @@ def _tile_product(
 
 @triton.jit
 def _loaded(at, in_t, in_side, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr):
-    """A tile, 0 beyond the operand's ends, which are looked for where they can be in it."""
+    """A tile, 0 beyond the operand's ends, which are checked if they can lie in it."""
     if WHOLE_T and WHOLE_SIDES:
         tile = tl.load(at)
     elif WHOLE_T:
@@ -232,7 +232,7 @@ def _of_rows(
     acc, a, g, scale, in_p, in_d, b, t, split, splits, a_b, a_t, g_b, g_t, scale_b,
     MODE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows of any samples, which are scaled as they are loaded."""
+    """Products of rows of any samples, scaled as they are loaded."""
     local = tl.arange(0, BLOCK_T)
     share = tl.cdiv(tl.cdiv(b * t, BLOCK_T), splits) * BLOCK_T
     first, stop = split * share, tl.minimum((split + 1) * share, b * t)
@@ -253,7 +253,7 @@ def _of_rows(
 
 
 _FEW = 16
-"""Positions from which samples are summed one after the other: the shortest native product."""
+"""Positions from which samples are summed separately: the shortest native product."""
 _WHOLE = 128
 """Positions of the longest tile."""
 SIDE = 128
@@ -268,7 +268,7 @@ CONFIGS = [
     ),
     *product_configs((128, 128, _WHOLE, 8, 3), TAILS=True),
 ]  # fmt: skip
-"""What is tried. TAILS: the REST that whole steps leave of a sample is its own product (`sum_tile`)."""
+"""Configurations to try. TAILS: the REST that whole steps leave of a sample is its own product."""
 _SPILLS = {
     ("ieee", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
     ("tf32x3", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
@@ -278,10 +278,10 @@ _SPILLS = {
 
 
 def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """As of instantiated_norm; of the largest tiles the longest, where there are positions, and memory
-    on the processor (not on an Ampere), for them; tails where there are some, and nothing else for wide
-    layers, for which they won each search on an H100; of exact float32 products small tiles where one
-    operand lies by positions and the other by features: larger ones spill."""
+    """Returns usable configurations, as in instantiated_norm. Of the largest tiles it keeps the longest
+    if positions and on-chip memory suffice (not on Ampere). Tails are kept if there are any, and alone
+    for wide layers, for which they won each search on an H100. For exact float32 products it keeps small
+    tiles if one operand lies by positions and the other by features: larger ones spill."""
     options = {**named, **kwargs}
     long = _WHOLE if options["bucket"] >= _WHOLE and generation() == "hopper" else 64
     unlike = options["MODE"] == "ieee" and (options["a_t"] == 1) != (options["g_t"] == 1)
@@ -322,7 +322,7 @@ def _tiles_kernel(
 def splits_for(
     p: int, d: int, steps: int, device: torch.device, store: int, layers: int = 1
 ) -> int:
-    """Stretches of (b, t), each of some of the steps. Of small tiles a multiprocessor holds several."""
+    """Returns the number of stretches of (b, t). A multiprocessor holds several small tiles."""
     sides = [min(SIDE, next_power_of_2(n)) for n in (p, d)]
     tiles = layers * cdiv(p, SIDE) * cdiv(d, SIDE)
     return splits_of(tiles, steps, slots(device, *sides), store)
@@ -349,22 +349,22 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     if not (b and t and d and p):
         return torch.zeros(p, d, dtype=torch.float32, device=a.device)
     if to_copy(a, cdiv(p, SIDE)):
-        return _sum(aligned(a), g, scale)[:, :d].contiguous()  # callers view it as they like
+        return _sum(aligned(a), g, scale)[:, :d].contiguous()  # callers take any view of it
     return _sum(a, g, scale, same)
 
 
 _SPLITS: Known[int] = Known()
-"""Of operands of a kind, if they lie well."""
+"""The splits for operands of a kind with suitable layout."""
 
 
 def _empty(splits: int, p: int, d: int, device: torch.device) -> Tensor:
-    """Memory for as many partial sums, [splits, p, d], or for the sum, [p, d]."""
+    """Returns memory for partial sums, [splits, p, d], or for the sum, [p, d]."""
     shape = (p, d) if splits == 1 else (splits, p, d)
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _sum(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
-    """scaled_sum of g [b, t, p] as it lies, or of copies of as many columns as there is room for."""
+    """Computes scaled_sum of g [b, t, p] directly, or of copies of as many columns as fit."""
     p, d = g.shape[2], a.shape[2]
     size = to_copy(g, cdiv(d, SIDE))
     if not size:
@@ -376,7 +376,7 @@ def _sum(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
 
 
 def form_of(a: Tensor, g: Tensor) -> tuple[dict[str, Any], int, int]:
-    """Constants of a launch, steps of a tile's sum, and those that a part's own sum costs."""
+    """Returns constants of a launch, steps of a tile's sum, and the cost of a part's sum in steps."""
     (b, t, d), p = a.shape, g.shape[2]
     mode = product_mode(a, g)
     by_sample = mode == "native" and t >= _FEW
@@ -393,15 +393,15 @@ def form_of(a: Tensor, g: Tensor) -> tuple[dict[str, Any], int, int]:
 
 
 def _rest(t: int) -> int:
-    """16 or 80, no less than what whole steps leave of t, where more than an eighth of all is saved;
-    else 0. Code is compiled for each: there are only two."""
+    """Returns 16 or 80, at least the rest of t after whole steps, if that saves more than an eighth of
+    all; else 0. Code is compiled for each, so there are only two."""
     left, rest = t % _WHOLE, 16 if t % _WHOLE <= 16 else 80
     saves = 8 * (_WHOLE - rest) > _WHOLE * cdiv(t, _WHOLE)
     return rest if t > _WHOLE // 2 and 0 < left <= rest and saves else 0
 
 
 def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
-    """scaled_sum of operands that lie well, none of them empty; `same`: their kind."""
+    """Computes scaled_sum of non-empty operands with suitable layout; `same`: their kind."""
     (b, t, d), p = a.shape, g.shape[2]
     constants, steps, store = form_of(a, g)
     splits = splits_for(p, d, steps, a.device, store)
@@ -423,13 +423,13 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
 # Clipped sums of several linear layers of one kind in one launch; scaled_sum is that of one.
 #
 # The last wave of a launch leaves multiprocessors empty. Here one grid has the tiles of all layers,
-# so that there is one such wave for a group, and `splits` are chosen for all its tiles. Addresses
-# are arguments, not a table in memory: no copy to the device, and 16 is known to divide each of
-# them. A program has one tile, as in scaled_sum, whose arithmetic and order this is.
+# with one such wave per group, and `splits` are chosen for all its tiles. Addresses are arguments
+# instead of a table in memory: nothing is copied to the device, and each is known to be divisible by
+# 16. A program has one tile, with the arithmetic and order of scaled_sum.
 
 
 _GROUP_SPLITS: Known[int] = Known()
-"""Of groups of a kind."""
+"""The splits for groups of a kind."""
 
 
 @autotuned(
@@ -459,9 +459,9 @@ def _layers_kernel(
 
 
 def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[Tensor]:
-    """scaled_sum of layers of one kind, cut together in one launch: fastclip.ops.scaled_sums.
+    """Computes scaled_sum of layers of one kind in one launch: fastclip.ops.scaled_sums.
 
-    One grid for all: the last wave, which leaves multiprocessors empty, is that of the group.
+    All layers share one grid, and one last wave that leaves multiprocessors empty.
     """
     layers, (a, g) = len(pairs), pairs[0]
     same = alike(a, g, scale), by_tf32(a, g), layers
@@ -494,7 +494,7 @@ def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[T
 
 
 def _each(out: Tensor) -> list[Tensor]:
-    """Of every layer, from the parts' sums [splits, layers, p, d]."""
+    """Returns the sum of every layer, from the parts' sums [splits, layers, p, d]."""
     return list((out[0] if len(out) == 1 else out.sum(0)).unbind())
 
 
@@ -503,9 +503,9 @@ def _each(out: Tensor) -> list[Tensor]:
 #
 #     out[n] = sum_b s_b G[b, n]
 #
-# A program takes BLOCK entries of all samples, and adds sample by sample, so that equal gradients
-# give equal bits. What a sample of scale 0 holds is not added, even where it is not finite;
-# PyTorch's product needs a pass over all gradients for that.
+# A program takes BLOCK entries of all samples, and adds sample by sample: equal gradients give equal
+# bits. Values of a sample of scale 0 are not added, even if they are not finite. PyTorch's product
+# needs another pass over all gradients for that.
 
 
 BLOCK = 1024
@@ -569,4 +569,4 @@ def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
 
 
 _KNOWN: Known[tuple[torch.Size, list[int] | None]] = Known()
-"""Of gradients of a kind: the shape of their sum as it lies, and how it is permuted to be as theirs."""
+"""For gradients of a kind, the shape of their sum in memory, and its permutation to theirs."""

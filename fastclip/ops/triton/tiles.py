@@ -1,5 +1,5 @@
-"""What kernels of products are made of: a product of two tiles, a sum in fixed order, and
-the configurations that are tried.
+"""The parts of kernels for products: a product of two tiles, a sum in fixed order, and the
+configurations to try.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from fastclip.ops.linear import LAYERS_TOGETHER
 from fastclip.ops.triton.runtime import INTERPRETED, alike, launched
 
 # -------------------------------------------------------------------------------------------------
-# Copies of operands whose rows do not lie as wide loads need them.
+# Copies of operands whose rows do not suit wide loads.
 #
-# A row of a vocabulary's gradient (p = 50257) begins at any even address, so that its bfloat16
-# values are loaded 2 bytes at a time, which tensor cores wait for: asynchronous copies have at
-# least 4, and pay with 16. Where an operand is read again and again, one copy with the features
-# filled up with zeros is less than that. Zeros change no norm and no product, and bounds for more
-# features hold for fewer.
+# A row of a vocabulary's gradient (p = 50257) begins at any even address. Its bfloat16 values are then
+# loaded 2 bytes at a time, and tensor cores wait: asynchronous copies need at least 4 bytes, and pay
+# with 16. If an operand is read repeatedly, one copy with features padded by zeros costs less. Zeros
+# change no norm and no product, and bounds for more features hold for fewer.
 #
-# What Triton knows of a number is whether 16 divides it, so that is what is asked of strides and
-# sizes. Index letters: b sample, t position, n feature.
+# Triton only knows whether 16 divides a number, so this is checked for strides and sizes. Index
+# letters: b sample, t position, n feature.
 
 
 WIDE = 16
-"""Divides the strides, sizes and addresses that 16-byte loads need."""
+"""16-byte loads need strides, sizes and addresses that this divides."""
 READS = 4
-"""Loads of an operand from which a copy, which reads it once and writes it once, is worth it."""
+"""Loads of an operand from which a copy (one read and one write) pays."""
 LEAST = 1 << 20
-"""Bytes below which an operand stays in the cache, and a launch costs more than its loads."""
+"""Bytes below which an operand fits into the cache, and a launch costs more than its loads."""
 ROOM = 1 << 28
 """Bytes of copies at a time."""
 
@@ -55,16 +54,16 @@ def is_wide(x: Tensor) -> bool:
 
 
 def to_copy(x: Tensor, reads: int) -> int:
-    """Bytes of `aligned(x)` if x [b, t, n], which is loaded `reads` times, is worth a copy, or 0.
+    """Returns the bytes of `aligned(x)` if a copy of x [b, t, n], loaded `reads` times, pays; else 0.
 
-    float32 operands are not: their exact products take longer than their loads.
+    For float32 operands it does not: their exact products take longer than their loads.
     """
     size = x.numel() * x.element_size()
     return 0 if x.element_size() != 2 or reads < READS or size < LEAST or is_wide(x) else size
 
 
 def aligned(x: Tensor) -> Tensor:
-    """A copy of x [b, t, n] with zeros up to the next n that `WIDE` divides, [b, t, n']."""
+    """Copies x [b, t, n] with zeros up to the next n that `WIDE` divides, [b, t, n']."""
     b, t, n = x.shape
     copy = x.new_empty(b, t, -(-n // WIDE) * WIDE)
     copy[..., :n] = x
@@ -73,7 +72,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def stretches(n: int, size: int, step: int = 1) -> list[slice]:
-    """0 to n in parts of about `ROOM` of `size` bytes, cut where `step` divides.
+    """Cuts 0 to n into parts of about `ROOM` of `size` bytes, at multiples of `step`.
 
     >>> stretches(5, 2 * ROOM)
     [slice(0, 3, None), slice(3, 5, None)]
@@ -132,10 +131,10 @@ def one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):
 
 
 def layers_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor] | None:
-    """What a kernel is given for `one_of`: inputs, then gradients, the first layer's where it has none.
+    """Returns the arguments for `one_of`: inputs, then gradients, padded with the first layer's.
 
-    None where one launch cannot take them: too many, not of one kind, or of several one whose address
-    16 does not divide.
+    Returns None if one launch cannot take them: too many, not of one kind, or several of which 16 does
+    not divide an address.
     """
     layers, kind = len(pairs), alike(*pairs[0])
     if layers > LAYERS_TOGETHER or any(alike(*pair) != kind for pair in pairs[1:]):
@@ -148,18 +147,17 @@ def layers_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor] | None:
 
 Spills = Mapping[tuple[str, str], Collection[tuple[int, ...]]]
 """(kind of product, generation) -> (sizes of the tile, warps, stages) whose registers spill, or that
-were not looked at."""
+were not checked."""
 
 
 def generation() -> str:
-    """Of the current GPU: "ampere", or "hopper" and newer, which the interpreter passes for."""
+    """Returns the current GPU's generation: "ampere", or "hopper" for newer ones and the interpreter."""
     new = INTERPRETED or driver.active.get_current_target().arch >= 90
     return "hopper" if new else "ampere"
 
 
 def stays(config: triton.Config, mode: str, spills: Spills, *sizes: str) -> bool:
-    """Whether a tile of these sizes stays in registers: found by bench.kernels.static, which refuses
-    those that do not."""
+    """Whether a tile of these sizes stays in registers, as measured by bench.kernels.static."""
     tile = (*(config.kwargs[size] for size in sizes), config.num_warps, config.num_stages)
     return tile not in spills.get((mode, generation()), ())
 
@@ -167,8 +165,8 @@ def stays(config: triton.Config, mode: str, spills: Spills, *sizes: str) -> bool
 def product_configs(
     *tiles: tuple[int, int, int, int, int], **constants: bool
 ) -> list[triton.Config]:
-    """Configurations of a tiled product g^T a from (block_p, block_d, block_t, warps, stages), all with
-    these constants."""
+    """Returns configurations of a tiled product g^T a from (block_p, block_d, block_t, warps, stages),
+    all with these constants."""
     return [
         triton.Config(
             {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t, **constants},
@@ -189,8 +187,8 @@ def gram_tile(
     SAME: tl.constexpr, SUMS: tl.constexpr, RESTART: tl.constexpr, MODE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x_i y_j^T over n features, [BLOCK_T, BLOCK_T]; `SAME` where x_i is y_j. A sum of more than
-    `RESTART` features is begun anew after so many. `SUMS`: features of x_i, summed over its rows."""
+    """x_i y_j^T over n features, [BLOCK_T, BLOCK_T]; `SAME` if x_i is y_j. A new sum begins after every
+    `RESTART` features. `SUMS`: features of x_i, summed over its rows."""
     k = tl.arange(0, BLOCK_K)
     x_at = x + rows_x[:, None] * stride_xt + k[None, :].to(tl.int64) * stride_xn
     y_at = y + rows_y[None, :] * stride_yt + k[:, None].to(tl.int64) * stride_yn
@@ -232,7 +230,7 @@ def gram_pair(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sums of K H, |K H|, K^2, H^2 and traces of K and H, of tile i, j of the Grams of a sample: x and y
-    are one use, or two (CROSS). SUMS: where the sums of g_x over the rows of tile i go, if i is j."""
+    are one use, or two (CROSS). SUMS: takes the sums of g_x over the rows of tile i, if i is j."""
     local = tl.arange(0, BLOCK_T)
     rows_x, rows_y = i.to(tl.int64) * BLOCK_T + local, j.to(tl.int64) * BLOCK_T + local
     if not CROSS and (ONE_TILE or i == j):  # a tile with itself is read once
@@ -264,7 +262,7 @@ def gram_pair(
 
 @triton.jit
 def store_pair(at, step, weight, total, absolute, kk, hh, trace_k, trace_h):
-    """The six numbers `step` apart; those off the diagonal count as often as `weight` says."""
+    """Stores the six numbers at distance `step`; those off the diagonal are multiplied by `weight`."""
     tl.store(at, weight * total)
     tl.store(at + step, weight * absolute)
     tl.store(at + 2 * step, weight * kk)
@@ -274,24 +272,24 @@ def store_pair(at, step, weight, total, absolute, kk, hh, trace_k, trace_h):
 
 
 # -------------------------------------------------------------------------------------------------
-# How products are multiplied on tensor cores, and what of a norm that can hide.
+# How tensor cores multiply, and the resulting rounding margins of norms.
 
 
 UNIT = 2.0**-24
-"""u of float32, in which everything accumulates."""
+"""u of float32, the type of all accumulators."""
 STEP = 32
 """Terms of an exact float32 product between two additions to its accumulator."""
 TILE_SUM = 16
 """Error of one sign, in u, of a tile's own sum: a thread adds up to 64 terms."""
 CHUNK = 4096
-"""Features after which a tile starts a new sum (vocabularies), so that its error stays small."""
+"""Features after which a tile starts a new sum (vocabularies), to keep its error small."""
 
 
 def product_mode(x: Tensor, y: Tensor) -> str:
-    """How x and y are multiplied: "native" (16-bit tensor cores), "ieee" or "tf32x3".
+    """Returns how x and y are multiplied: "native" (16-bit tensor cores), "ieee" or "tf32x3".
 
-    tf32 rounds by up to 2^-11, which neither a useful bound nor the margin of the scales (2^-18)
-    covers; where the user allows it, three tf32 products that together keep 21 bits take its place.
+    tf32 rounds by up to 2^-11. Neither a useful bound nor the margin of the scales (2^-18) covers this.
+    If the user allows tf32, three tf32 products that together keep 21 bits replace it.
     """
     if x.dtype == y.dtype and x.dtype != torch.float32:
         return "native"
@@ -299,16 +297,16 @@ def product_mode(x: Tensor, y: Tensor) -> str:
 
 
 def by_tf32(x: Tensor, y: Tensor) -> bool:
-    """All that `product_mode` of x, y and themselves depends on, but for their types."""
+    """Returns everything that `product_mode` of x, y and themselves depends on, except their types."""
     return torch.float32 in (x.dtype, y.dtype) and user_allows_tf32()
 
 
 def one_sided(n: int, mode: str) -> tuple[float, float]:
-    """(m, w): largest error of one sign, in u, of an accumulated sum of n products.
+    """Returns (m, w): largest errors of one sign, in u, of an accumulated sum of n products.
 
-    m: where the products have one sign, relative to their sum. w: where they cancel, relative to n
-    and to the norms of the factors. A model of the A100 (8 products a step, one guard bit) loses up
-    to 0.22 n and 0.02 n, of the H100 less; float32 products are rounded, `STEP` at a time.
+    m: for products of one sign, relative to their sum. w: for products that cancel, relative to n and
+    to the norms of the factors. A model of the A100 (8 products per step, one guard bit) loses up to
+    0.22 n and 0.02 n, of the H100 less; float32 products are rounded, `STEP` at a time.
     """
     if mode == "native":
         return n / 4, 1 / 32
@@ -318,10 +316,11 @@ def one_sided(n: int, mode: str) -> tuple[float, float]:
 
 
 def summed(t: int) -> float:
-    """How far a clipped sum of t positions of one sign can come out high, in u of its squared norm.
+    """Returns by how much a clipped sum of t positions of one sign can be too high, in u of its squared
+    norm.
 
-    Of float32 products, which tensor cores truncate; beyond half of the room that scales leave, which
-    covers up to 3,072 positions.
+    This is for float32 products, which tensor cores truncate. It counts errors beyond half of the margin
+    of the scales, which covers up to 3,072 positions.
     """
     room = margin(torch.float32) / UNIT / 2
     return 2 * max(0.0, one_sided(t, "ieee")[0] - room)
@@ -331,7 +330,7 @@ def summed(t: int) -> float:
 def gram_coefficients(
     t: int, sizes: tuple[int, ...], modes: tuple[frozenset[str], ...]
 ) -> tuple[float, ...]:
-    """The bounds of a product of Grams, in the order of ghost_norm's `_raised`.
+    """Returns the bounds of a product of Grams, in the order of ghost_norm's `raised`.
 
     Args:
         t: positions. sizes: d and p. modes: in which inputs, and gradients, are multiplied.
@@ -348,7 +347,7 @@ def gram_coefficients(
 
 
 # -------------------------------------------------------------------------------------------------
-# Squared norms of g_b^T a_b where samples have one position: outer products, without a Gram.
+# Squared norms of g_b^T a_b for samples with one position: outer products, without a Gram.
 #
 # Index letters: b sample, d input feature, p output feature.
 
@@ -370,7 +369,7 @@ def one_position_norm(a: Tensor, g: Tensor) -> Tensor:
     """||a_b||^2 ||g_b||^2 for a [b, 1, d] and g [b, 1, p]: the norm of an outer product, [b]."""
     (b, _, d), p = a.shape, g.shape[2]
     norms = torch.empty(b, dtype=torch.float32, device=a.device)
-    # Each lane adds its squares one after the other: equal ones come out low by up to a quarter u each.
+    # Each lane adds its squares in sequence: equal ones are too low by up to a quarter u each.
     factor = 1 + unit_roundoff(norms.dtype) * (d + p) / (4 * _LANES)
     _one_position_kernel[(b,)](
         a, g, norms, d, p, factor, lost_squares(d, a.dtype), lost_squares(p, g.dtype),

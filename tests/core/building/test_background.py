@@ -84,7 +84,7 @@ def start() -> bool:
         building.compile_missing()
         building.compile_missing()  # the second one of this process
     assert len(said) <= 1
-    return any("They serve from the next start on" in str(one.message) for one in said)
+    return any("uses them from the next start on" in str(one.message) for one in said)
 
 
 def place() -> Place:
@@ -213,7 +213,7 @@ def test_it_may_be_turned_off(compiler: Compiler, monkeypatch: pytest.MonkeyPatc
     assert not place().folder.exists()
     kind, told = state_of("_path")
     assert kind == "off"
-    assert "unset it" in told
+    assert "Unset it" in told
 
 
 def test_nothing_is_missing(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_without_a_compiler(compiler: Compiler, monkeypatch: pytest.MonkeyPatch)
     assert not start()
     kind, told = state_of("_path")
     assert kind == "impossible"
-    assert told.endswith("there is no C++ compiler: install g++ or let CXX name one")
+    assert told.endswith("No C++ compiler is installed. Install g++, or set CXX to a compiler.")
 
 
 @pytest.mark.parametrize("what", ["Python.h", "pybind11.h"])
@@ -240,7 +240,7 @@ def test_without_headers(compiler: Compiler, what: str, monkeypatch: pytest.Monk
     kind, told = state_of("_path")
     assert kind == "impossible"
     assert what in told
-    assert ": install " in told
+    assert ". Install " in told
 
 
 def test_a_folder_that_cannot_be_made(
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_made(
     assert not start()
     kind, told = state_of("_path")
     assert kind == "impossible"
-    assert told.endswith("let FASTCLIP_CACHE name a folder of your own")
+    assert told.endswith("Set FASTCLIP_CACHE to a folder of your own.")
     assert not compiler.calls()
 
 

@@ -122,12 +122,12 @@ def test_what_is_no_library(kept: building.Place, monkeypatch: pytest.MonkeyPatc
         find("_path", "path")
     kind, told = state_of("_path")
     assert kind == "refused"
-    assert told.endswith(f"delete {kept.library}")
+    assert told.endswith(f"Delete {kept.library}.")
 
 
 def test_nothing_is_there(kept: building.Place) -> None:
     kept.library.unlink()
-    with pytest.raises(ImportError, match="in the cache yet"):
+    with pytest.raises(ImportError, match="The cache has no"):
         find("_path", "path")
     assert MISSING["_path"] == Missing("path", "")
 

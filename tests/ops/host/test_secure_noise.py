@@ -312,7 +312,7 @@ def test_a_loop_that_is_wrong_draws_nothing(wrong: str, monkeypatch: pytest.Monk
 
 def test_without_the_cipher_to_be_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
-        raise SecureModeError("secure mode draws from the cipher of the cryptography package")
+        raise SecureModeError("Secure mode needs the cipher of the cryptography package")
 
     monkeypatch.setattr(random, "require_cipher", missing)
     monkeypatch.setattr(secure, "is_right", secure.is_right.__wrapped__)

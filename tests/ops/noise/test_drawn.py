@@ -17,7 +17,7 @@ from fastclip.errors import StepError
 from fastclip.ops.noise import DrawnStates, SeededNoise
 from tests.refusal import refused
 
-ROWS, SEEN = 32, "subtract it"
+ROWS, SEEN = 32, "errors.html#repeated-noise"
 KINDS: list[dict[str, Any]] = [
     {}, {"clipping": adaptive()}, {"grad_sample_mode": "hooks"}, {"grad_sample_mode": "functorch"},
 ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path) -> None:
     assert sum(steps for *_, steps in other.engine.accountant.history) == 4
     run.engine.load_checkpoint(path=tmp_path / "x", module=run.private, optimizer=run.optimizer)
     streams(run)[0].set_state(states[0])
-    with refused("FastPrivacyEngine of its own", StepError):
+    with refused("errors.html#repeated-noise", StepError):
         run.walk(1)
 
 

@@ -21,7 +21,7 @@ from fastclip.ops.random import KeyStream, own_generator
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
-REFUSED = r"fork of one that drew .* from the same generator.*seed it anew here"
+REFUSED = r"fork of one that drew .* from the same generator.*errors.html#noise"
 
 
 def in_a_fork(child: Callable[[], None]) -> None:

@@ -264,7 +264,7 @@ def test_the_seed_of_the_users_loader_does_not_draw_rows() -> None:
 def test_a_captured_graph_is_refused(monkeypatch) -> None:
     """A graph would replay one key's noise for ever."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(StepError, match="cannot be part of a CUDA graph"):
+    with pytest.raises(StepError, match="cannot be captured in a CUDA graph"):
         noise_module.check_not_captured(torch.device("cuda"))
     noise_module.check_not_captured(torch.device("cpu"))
     asked = []

@@ -191,9 +191,9 @@ def test_seeds_that_make_the_same_words_are_one() -> None:
 
 def test_a_generator_that_was_never_seeded_is_refused() -> None:
     """Its numbers are the same in every process: noise that anybody can subtract, rows that all know."""
-    with refused("manual_seed with a number that nobody knows", StepError):
+    with refused("was never seeded", StepError):
         Run(noise_generator=torch.Generator()).one_pass()
-    with refused("rows cannot come from a generator that was never seeded", StepError):
+    with refused("generator of samples was never seeded", StepError):
         Run(generator=torch.Generator()).one_pass()
     seeded = torch.Generator()
     seeded.seed()

@@ -275,7 +275,7 @@ def test_what_it_cannot_be_given() -> None:
                 return self.layer(x=self.first(x), mask=x[:, :1])
             return self.layer(self.first(x), self.first(x)[:, :1])
 
-    said = {"number": "all be tensors", "keyword": "positional", "gradient": "needs a gradient"}
+    said = {"number": "are all tensors", "keyword": "positional", "gradient": "needs a gradient"}
     for how, words in said.items():
         _, private, _, _ = make_private(Model(how))
         with refused(words, UnsupportedLayerError):

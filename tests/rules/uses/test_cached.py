@@ -36,7 +36,7 @@ def test_kept_over_two_steps(then: Callable) -> None:
     _, private, optimizer, _ = make_private(model)
     x = torch.randn(4, 6)
     step(private, optimizer, x)
-    with refused("outside the forward pass that computed it.*compute it in every forward pass"):
+    with refused("outside the forward pass that computed it.*Compute it in every forward pass"):
         step(private, optimizer, x)
     model.kept = None
     step(private, optimizer, x)
