@@ -155,7 +155,10 @@ class CanaryScoreAuditor:
         """
         given, coins = finite("scores", scores), np.asarray(inside, dtype=bool)
         if given.shape != coins.shape:
-            raise ArgumentError(f"scores expects one a canary, [{len(coins)}], got {given.shape}")
+            raise ArgumentError(
+                f"scores expects one score per canary, [{len(coins)}], got shape {given.shape}",
+                doc="audits",
+            )
         found = cls(given[coins], given[~coins])
         places = np.random.default_rng(0).random(len(given))
         found._ranked = coins[np.lexsort((places, given))]
@@ -312,11 +315,12 @@ def finite(name: str, given: Any) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(f"{name} expects numbers, got {type(given).__name__}") from error
     if scores.ndim != 1 or not len(scores):
-        raise ArgumentError(f"{name} expects one score a canary, [n], got shape {scores.shape}")
+        raise ArgumentError(f"{name} expects one score per canary, [n], got shape {scores.shape}")
     if not np.isfinite(scores).all():
         raise ArgumentError(
-            f"{name} expects finite numbers, got NaN or inf: give canaries that could not be scored a "
-            "constant"
+            f"{name} expects finite numbers, got NaN or inf. Give canaries that cannot be scored a "
+            "constant score.",
+            doc="audits",
         )
     return scores
 

@@ -537,7 +537,9 @@ def judge(
     tests = {"guesses": p_of_guesses(history, right, guesses)}
     tight, faults = tight_epsilon(history, delta), faults_of(found)
     if found.claimed < tight - MESH:
-        faults.append(f"epsilon {found.claimed:.3f} is stated of a mechanism of {tight:.3f}")
+        faults.append(
+            f"epsilon {found.claimed:.3f} is stated for a mechanism of epsilon {tight:.3f}"
+        )
     if found.noise.isfinite().all():
         tests |= looks(found, again)
     made = Finding(
@@ -558,12 +560,12 @@ def faults_of(found: Attacked) -> list[str]:
     """What is wrong whatever the coins were."""
     faults = []
     if not found.noise.isfinite().all():
-        faults.append("what is released is not finite")
+        faults.append("the release is not finite")
     if found.reach > 1 + 1e-5:
-        faults.append(f"a row contributes {found.reach:.3f} times the sensitivity")
+        faults.append(f"a sample contributes {found.reach:.3f} times the sensitivity")
     steps = len(by_steps(found.history))
     if steps != len(found.noise):
-        faults.append(f"{steps} steps are recorded of {len(found.noise)}")
+        faults.append(f"{steps} of {len(found.noise)} steps are recorded")
     return faults
 
 

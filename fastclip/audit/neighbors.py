@@ -107,7 +107,7 @@ def audit_neighbors(setting: Neighbors, *, runs: int = 400, delta: float = 1e-3,
     best, by, tight = 0.0, "", tight_epsilon(made.accountant.history, delta)
     faults = []
     if claimed < tight - MESH:
-        faults.append(f"epsilon {claimed:.3f} is stated of a mechanism of {tight:.3f}")
+        faults.append(f"epsilon {claimed:.3f} is stated for a mechanism of epsilon {tight:.3f}")
     for name in names:
         scores = [np.array([one.get(name, -1.0) for one in seen[kind]]) for kind in (True, False)]
         if not np.isfinite(np.concatenate(scores)).all():

@@ -62,15 +62,17 @@ class Announced:
         for name, value in {"reports": reports, "significance": significance}.items():
             if self._first.get(name, value) != value:
                 raise ArgumentError(
-                    f"{name}={self._first[name]} was announced with the first report and cannot change "
-                    f"after it, got {value}"
+                    f"{name}={self._first[name]} was announced with the first report and cannot change, "
+                    f"got {value}",
+                    doc="audits",
                 )
         report = hashlib.sha256(scores.tobytes() + np.float64(delta).tobytes()).digest()
         if report not in self._seen and len(self._seen) >= reports:
             raise ArgumentError(
-                "these coins have been reported with other scores or another delta "
-                f"(reports={reports}), and the best of several bounds is none at their significance: "
-                f"train anew, and announce them in the first report, reports={reports + 1}"
+                "These coins were reported with other scores or another delta "
+                f"(reports={reports}), and the best of several bounds is not valid at their "
+                f"significance. Train anew, and announce reports={reports + 1} in the first report.",
+                doc="audits",
             )
         return report
 
@@ -114,15 +116,16 @@ def check_drawn(who: str, designs: Iterable[SamplingDesign], coins: str | None) 
     found = [d.canaries for d in designs if d.canaries is not None and d.canaries.coins == coins]
     if not found:
         raise ArgumentError(
-            f"{who} expects a run whose data loader draws from the data set that mix_in returned, got "
-            "one that draws from another: pass it to the DataLoader as it is, and split or transform "
-            "data_set and canaries before mix_in"
+            f"{who} expects a run on the data set that mix_in returned, got one on another data set. "
+            "Pass it to the DataLoader unchanged, and split or transform data_set and canaries before "
+            "mix_in.",
+            doc="audits",
         )
     if not any(canaries.drawn for canaries in found):
         raise ArgumentError(
-            f"{who} expects a run that may draw each canary, as a unit of its own, got one whose "
-            "sampler or unit_ids leave some out: give all canaries a weight above 0 and ids of their "
-            "own, and choose rows of data_set before mix_in"
+            f"{who} expects a run that can draw each canary as a unit of its own, got one whose sampler "
+            "or unit_ids leave some out. Give every canary a weight above 0 and its own id.",
+            doc="audits",
         )
 
 
@@ -183,8 +186,9 @@ class Scored:
         if model is not None and not any(model.are_of(names) for names in trained if names):
             raise ArgumentError(
                 "engine expects the engine that trained the model of these loss_scores, got one that "
-                "has trained another: pass the engine of the run, and score the model that make_private "
-                "was given, or a copy of it as it is now"
+                "trained another model. Score the model that make_private was given, or a copy of its "
+                "current state.",
+                doc="audits",
             )
 
 
@@ -273,9 +277,10 @@ class Slopes(nn.Module):
                 if "independent of the inputs" not in str(error):
                     raise
                 raise ArgumentError(
-                    "losses expects to return losses of the model that it is given, and what it returns "
-                    "does not depend on it: call the argument, losses(model, batch), not a model from "
-                    "outside"
+                    "losses expects to return losses of the model that it is given, got values that do "
+                    "not depend on it. Call the argument of losses(model, batch), not a model from "
+                    "outside.",
+                    doc="audits",
                 ) from error
             found.append(_one_per_sample(slopes, count))
         return torch.cat(found)
@@ -284,8 +289,9 @@ class Slopes(nn.Module):
 def _one_per_sample(found: Tensor, count: int) -> Tensor:
     if found.shape != (count,):
         raise ArgumentError(
-            f"losses expects to return one loss a row, [{count}], got shape {tuple(found.shape)}; take "
-            "reduction='none', and the mean over what is not the batch"
+            f"losses expects to return one loss per sample, [{count}], got shape {tuple(found.shape)}. "
+            "Use reduction='none', and average over all axes except the batch axis.",
+            doc="audits",
         )
     return found.detach().double().cpu()
 
@@ -338,14 +344,16 @@ class Watch(Seen):
         if not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "watch expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}",
+                doc="audits",
             )
         self._live, self._optimizer, self._batches = unwrap(model), optimizer, batches
         own = {id(p) for p in self._live.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ArgumentError(
-                "watch expects the model and the optimizer of one make_private, and this optimizer "
-                "trains other parameters than the model's"
+                "watch expects the model and the optimizer of one make_private, got an optimizer that "
+                "trains other parameters",
+                doc="audits",
             )
         check_drawn("watch", [optimizer.account.design], coins)
         self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # which nothing follows
@@ -398,18 +406,23 @@ def neighbors_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
         )
     if seen is not None and not seen.accounted_by(engine.accountant):
         raise ArgumentError(
-            "engine expects the engine of the run that was watched, got one that has not accounted "
-            "its steps"
+            "engine expects the engine of the run that was watched, got one that has not recorded its "
+            "steps",
+            doc="audits",
         )
     if not engine.accountant.history:
-        raise ArgumentError("engine has taken no step yet, so that nothing is claimed: train first")
+        raise ArgumentError(
+            "engine has taken no step yet, so there is no epsilon to audit. Train first.",
+            doc="audits",
+        )
     claim = engine.mechanism()
     check_drawn("engine", (run.design for run in engine._runs), coins)
     if claim.units is not None:
         raise ArgumentError(
-            f"the claim is for {claim.neighbors}, and the coins put rows in or leave them out, "
-            "which their public number tells: pass sample_rate and expected_batch_size to "
-            "make_private, with Poisson sampling and without other steps in the engine"
+            f"The engine's epsilon is for {claim.neighbors}, but the coins add or remove samples. Pass "
+            "sample_rate and expected_batch_size to make_private, with Poisson sampling, and take no "
+            "other steps with this engine.",
+            doc="audits",
         )
     return claim.neighbors
 
@@ -446,13 +459,15 @@ def mix_in(
     for name, given in (("data_set", data_set), ("canaries", canaries)):
         if isinstance(given, IterableDataset) or not isinstance(given, Sized):
             raise ArgumentTypeError(
-                f"{name} expects a data set of known length, whose rows have numbers, got "
-                f"{type(given).__name__}"
+                f"{name} expects a data set of known length with samples by number, got "
+                f"{type(given).__name__}",
+                doc="audits",
             )
     count = len(canaries)  # type: ignore[arg-type]
     if count < LEAST:
         raise ArgumentError(
-            f"canaries expects {LEAST} rows or more, got {count}: fewer prove nothing"
+            f"canaries expects {LEAST} samples or more, got {count}, which prove nothing",
+            doc="audits",
         )
     coins = np.unpackbits(np.frombuffer(os.urandom(count // 8 + 1), dtype=np.uint8))[:count]
     inside = torch.from_numpy(coins.astype(bool))
@@ -510,7 +525,8 @@ class OwnRun:
         if before is not None and own and own <= {id(p) for p in before.parameters()}:
             raise ArgumentError(
                 "before expects the model as it was before training, got the parameters of model "
-                "itself; pass a copy.deepcopy of the start"
+                "itself. Pass a copy.deepcopy made before training.",
+                doc="audits",
             )
         scores = -losses_of(model, losses, self._batches(size))
         if before is not None:
@@ -540,8 +556,9 @@ class OwnRun:
         """
         if self._watch is not None:
             raise ArgumentError(
-                "a run was watched already, and its scores would be mixed with those of another; "
-                "mix_in canaries anew for each run"
+                "A run was watched already, and its scores would mix with those of another run. Call "
+                "mix_in anew for each run.",
+                doc="audits",
             )
         size = whole("batch_size", batch_size, 1)
         self._watch = Watch(
@@ -557,18 +574,21 @@ class OwnRun:
         """
         if self._watch is None:
             raise ArgumentError(
-                "gradient_scores are of a run that was watched: call watch(...) first"
+                "gradient_scores need a run that was watched. Call watch(...) first.",
+                doc="audits",
             )
         seen = self._watch.count()
         if seen.missed:
             raise ArgumentError(
                 f"gradient_scores are of {seen.steps} steps since watch(...), and {seen.missed} more "
-                "were accounted that it was not shown, as after optimizer.step_hook = ...; attach "
-                "hooks by optimizer.attach_step_hook(...), and train anew"
+                "were recorded without it (another step hook replaced it). Attach hooks with "
+                "optimizer.attach_step_hook(...), and train anew.",
+                doc="audits",
             )
         if not seen.steps:
             raise ArgumentError(
-                "gradient_scores are of steps that were watched, and no step was taken since watch(...)"
+                "gradient_scores are empty: no step was taken since watch(...). Train first.",
+                doc="audits",
             )
         return seen.scores.clone()
 
@@ -604,12 +624,14 @@ class OwnRun:
         given = finite("scores", scores)
         if given.shape != tuple(self._inside.shape):
             raise ArgumentError(
-                f"scores expects one a canary, [{len(self._inside)}], got shape {given.shape}"
+                f"scores expects one score per canary, [{len(self._inside)}], got shape {given.shape}",
+                doc="audits",
             )
         if given.min() == given.max():
             raise ArgumentError(
-                f"scores expects numbers that differ, got {given[0]:g} for each of the canaries, which "
-                "tells nothing of any coin: give scores of the model that was trained, before and after"
+                f"scores expects numbers that differ, got {given[0]:g} for every canary, which reveals "
+                "no coin. Pass scores of the trained model, such as loss_scores(..., before=...).",
+                doc="audits",
             )
         inside = self._inside.numpy()
         neighbors = neighbors_of(engine, self._watch, self._coins)

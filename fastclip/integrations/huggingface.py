@@ -45,7 +45,7 @@ from fastclip.integrations.trainer_run import (
 # What a Trainer is told about privacy, and which of its own arguments are not supported.
 
 
-_WAYS = "Start one process per GPU (torchrun), for DistributedDataParallel or FSDP2 (fsdp=True)"
+_WAYS = "Start one process per GPU (torchrun) with DistributedDataParallel or FSDP2 (fsdp=True)."
 
 
 @dataclass
@@ -119,13 +119,16 @@ def check_training_arguments(args: Any, privacy: Any) -> None:
         )
     if args.max_grad_norm not in (None, 0, 1.0):  # 1.0: the default, which says nothing
         raise ArgumentError(
-            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) would clip the noisy mean of "
-            "the gradients, not the rows' own; the threshold of each row is "
-            "PrivacyArguments(per_sample_max_grad_norm=...): leave max_grad_norm at its default"
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) clips the noisy mean of the "
+            "gradients, not the gradient of each sample. Leave max_grad_norm at its default and set "
+            "PrivacyArguments(per_sample_max_grad_norm=...).",
+            doc="integrations",
         )
-    for name, (refused, way_out) in _refusals(args, privacy).items():
-        if refused:
-            raise ArgumentError(f"TrainingArguments({name}) is not supported: {way_out}")
+    for name, (asked, reason) in _unsupported(args, privacy).items():
+        if asked:
+            raise ArgumentError(
+                f"TrainingArguments({name}) is not supported: {reason}", doc="integrations"
+            )
 
 
 def check_still_private(trainer: Any) -> None:
@@ -135,37 +138,43 @@ def check_still_private(trainer: Any) -> None:
         ArgumentError: with the way out.
     """
     args = trainer.args
-    refused, way_out = _counts_tokens(args)
-    if refused:
+    asked, reason = _counts_tokens(args)
+    if asked:
         raise ArgumentError(
-            f"trainer.args.include_num_input_tokens_seen is not supported: {way_out}"
+            f"trainer.args.include_num_input_tokens_seen is not supported: {reason}",
+            doc="integrations",
         )
     if args.gradient_accumulation_steps != 1:
         raise ArgumentError(
             f"trainer.args.gradient_accumulation_steps was set to {args.gradient_accumulation_steps}, "
-            "which would join several Poisson samples in one step; pass it to TrainingArguments before "
-            "the trainer is made"
+            "which joins several sampled batches in one step. Pass it to TrainingArguments before you "
+            "create the trainer.",
+            doc="integrations",
         )
     if args.max_grad_norm:
         raise ArgumentError(
-            f"trainer.args.max_grad_norm was set to {args.max_grad_norm}, which would clip the noisy "
-            "mean; leave it, the threshold of each row is per_sample_max_grad_norm"
+            f"trainer.args.max_grad_norm was set to {args.max_grad_norm}, which clips the noisy "
+            "mean of the gradients. Leave it unset and use per_sample_max_grad_norm.",
+            doc="integrations",
         )
     kind = getattr(trainer.accelerator.distributed_type, "value", "NO")
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
         raise ArgumentError(
-            f"Accelerate was told to train by {kind}, which takes the gradients over before they are "
-            "clipped; use DistributedDataParallel (its default for several processes) or FSDP2"
+            f"Accelerate is configured to train with {kind}, which reads gradients before they are "
+            "clipped. Use DistributedDataParallel (its default for several processes) or FSDP2.",
+            doc="integrations",
         )
     if trainer.accelerator.state.dynamo_plugin.backend.value != "NO":
         raise ArgumentError(
-            "Accelerate was told to compile the model (ACCELERATE_DYNAMO_BACKEND, or its own "
-            "configuration), which hides the layers whose gradients are clipped; unset it"
+            "Accelerate is configured to compile the model, which hides its layers from the clipping. "
+            "Unset ACCELERATE_DYNAMO_BACKEND, or the backend in accelerate's own configuration.",
+            doc="integrations",
         )
     if trainer.accelerator.mixed_precision == "fp16":
         raise ArgumentError(
-            "Accelerate was told to use fp16 (ACCELERATE_MIXED_PRECISION, or accelerate's own "
-            "configuration), whose loss scaler looks at raw gradients; unset it, or use bf16"
+            "Accelerate is configured to use fp16, whose loss scaler reads raw gradients. Unset "
+            "ACCELERATE_MIXED_PRECISION, or fp16 in accelerate's own configuration, or use bf16.",
+            doc="integrations",
         )
 
 
@@ -192,12 +201,12 @@ def _counts_tokens(args: Any) -> tuple[bool, str]:
     """Whether the Trainer is to count tokens, and what to do instead."""
     counts = getattr(args, "include_num_input_tokens_seen", "no")
     return counts not in (False, None, "no"), (
-        "it writes how many tokens the drawn samples have, without noise, into the log and checkpoints. "
-        "Leave it at 'no'"
+        "it writes the number of tokens in sampled batches to the log and checkpoints without noise. "
+        "Leave it at 'no'."
     )
 
 
-def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str]]:
+def _unsupported(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str]]:
     """Argument -> whether it is set, and what to do instead."""
 
     def of(name: str) -> Any:
@@ -209,13 +218,15 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
     return {
         "fp16=True": (
             bool(of("fp16")),
-            "its loss scaler skips steps on overflow, which tells something about raw gradients. "
-            "Use bf16=True",
+            "its loss scaler skips steps on overflow, which reveals raw gradients. Use bf16=True.",
         ),
-        "deepspeed": (bool(of("deepspeed")), f"it takes the gradients over. {_WAYS}"),
+        "deepspeed": (
+            bool(of("deepspeed")),
+            f"it reads gradients before they are clipped. {_WAYS}",
+        ),
         "fsdp_config={'version': 1}": (
             bool(of("fsdp")) and int((of("fsdp_config") or {}).get("version", 2)) == 1,
-            "its flat parameters hide the layers' own. Use version 2",
+            "its flat parameters hide those of the layers. Use version 2.",
         ),
         "parallelism_config": (
             bool(of("parallelism_config")),
@@ -224,40 +235,41 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
         "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model. {_WAYS}"),
         "auto_find_batch_size=True": (
             bool(of("auto_find_batch_size")),
-            "it would start again with another logical batch after steps were released. Choose "
-            "per_device_train_batch_size",
+            "it restarts with another logical batch after steps were released. Choose "
+            "per_device_train_batch_size.",
         ),
         f"train_sampling_strategy={sampling!r}": (
             sampling != "random" or bool(of("group_by_length")),
-            "samples must be drawn at random, whatever their length. Leave it at 'random'",
+            "sampling must not depend on the length of samples. Leave it at 'random'.",
         ),
         "dataloader_drop_last=True": (
             bool(of("dataloader_drop_last")) and privacy.poisson_sampling,
             "Poisson sampling draws every sample independently and has no last batch to drop. Leave "
-            "it False",
+            "it False.",
         ),
         "ignore_data_skip=True, data_seed=...": (
             bool(of("ignore_data_skip")) and of("data_seed") is not None,
-            "a resumed epoch would begin with the very batches that were drawn before. Omit either",
+            "a resumed epoch would repeat the sampled batches from its start. Omit either.",
         ),
         f"include_num_input_tokens_seen={of('include_num_input_tokens_seen')!r}": _counts_tokens(
             args
         ),
         "neftune_noise_alpha": (
             of("neftune_noise_alpha") is not None,
-            "it scales a sample's noise by the length that the batch was padded to. Omit it",
+            "it scales each sample's noise by the padded length of the batch, so samples are coupled. "
+            "Omit it.",
         ),
         "use_liger_kernel=True": (
             bool(of("use_liger_kernel")),
-            "its fused kernels bypass the layers whose gradients are clipped. Omit it",
+            "its fused kernels bypass the layers whose gradients are clipped. Omit it.",
         ),
         "torch_compile=True": (
             bool(of("torch_compile")),
-            "a model that the Trainer compiles hides the layers whose gradients are clipped. Omit it",
+            "compiling hides the layers whose gradients are clipped. Omit it.",
         ),
         f"optim={optimizer!r}": (
             "layerwise" in optimizer or "lomo" in optimizer,
-            "it steps inside the backward pass, before noise is added. Use 'adamw_torch'",
+            "it steps inside the backward pass, before noise is added. Use 'adamw_torch'.",
         ),
     }
 
@@ -286,7 +298,8 @@ def bias_only(model: nn.Module, head: str | Sequence[str] = ()) -> nn.Module:
     biases = [name for name, _ in model.named_parameters() if _is_bias(name)]
     if not biases:
         raise ArgumentError(
-            f"{type(model).__name__} has no bias to train; use LoRA or head_only(model, head)"
+            f"{type(model).__name__} has no bias to train. Use LoRA or head_only(model, head).",
+            doc="no-trainable-parameters",
         )
     return _train_only(model, set(biases) | _parameters_of(model, head))
 
@@ -322,8 +335,9 @@ def _parameters_of(model: nn.Module, paths: str | Sequence[str]) -> set[str]:
         if not own:
             tops = dict.fromkeys(name.partition(".")[0] for name in names)
             raise ArgumentError(
-                f"head={path!r} is no module of {type(model).__name__} with parameters; its modules "
-                f"are {', '.join(tops)}"
+                f"head={path!r} is not a module of {type(model).__name__} with parameters. Pass the "
+                f"path of one of its modules: {', '.join(tops)}.",
+                doc="no-trainable-parameters",
             )
         found |= own
     return found
@@ -349,9 +363,9 @@ def check_adapters(model: nn.Module) -> None:
         merged = module.__dict__.get("merged_adapters")
         if merged and any(p.requires_grad for p in module.parameters()):
             raise UnsupportedLayerError(
-                f"{path} ({type(module).__name__}): its adapters {merged} are merged "
-                "into the frozen weight, so they would be trained on noise alone; call "
-                "model.unmerge_adapter() first"
+                f"{path} ({type(module).__name__}) has adapters {merged} merged into its frozen "
+                "weight, so their gradients would be noise only. Call model.unmerge_adapter() first.",
+                doc="integrations",
             )
 
 
@@ -402,7 +416,7 @@ class PrivateTrainer(SampleLossTrainer):
     ) -> None:  # fmt: skip
         named = by_name(type(self), given)
         if twice := sorted({*named} & {*kwargs}):
-            raise ArgumentTypeError(f"{twice[0]} was given by position and by keyword; omit either")
+            raise ArgumentTypeError(f"{twice[0]} was given by position and by keyword. Omit one.")
         kwargs = {**named, **kwargs}
         args = kwargs.get("args")
         args = self.default_arguments() if args is None else copy.copy(args)
@@ -413,8 +427,9 @@ class PrivateTrainer(SampleLossTrainer):
         if isinstance(strategy, Clipping) and strategy.threshold.same_step:
             if args.gradient_accumulation_steps > 1:
                 raise ArgumentError(
-                    "a strategy with thresholds='same_step' needs the whole logical batch at once; use "
-                    "thresholds='previous_step', or gradient_accumulation_steps=1"
+                    "A strategy with thresholds='same_step' needs the whole logical batch at once. Use "
+                    "thresholds='previous_step', or gradient_accumulation_steps=1.",
+                    doc="unsupported-options",
                 )
             self.physical_batch_size = None
         args.per_device_train_batch_size *= args.gradient_accumulation_steps
@@ -467,9 +482,10 @@ class PrivateTrainer(SampleLossTrainer):
             self.resumed = read_checkpoint(str(resume_from_checkpoint), self.engine.accountant)
             if repeats_noise(self._noise_generator):
                 say(
-                    "noise_generator is at the start of its sequence, so a resumed run would add the "
-                    "noise of the first steps again if that run had this seed; restore the generator's "
-                    "state yourself (set_state), or seed it differently"
+                    "noise_generator is at the start of its sequence, so the resumed run may repeat "
+                    "the noise of the first steps. Restore the generator's state (set_state), or seed "
+                    "it differently.",
+                    doc="repeated-noise",
                 )
         self._private, self._checked = True, Checked()
         try:
@@ -484,20 +500,25 @@ class PrivateTrainer(SampleLossTrainer):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends, and so does choosing the best."""
         raise ArgumentError(
-            "hyperparameter_search looks at private data in every trial; python -m fastclip.accounting "
-            "--trials prices such a search, each trial being a PrivateTrainer of its own"
+            "hyperparameter_search reads private data in every trial, and its privacy cost is not "
+            "recorded. Run each trial with its own PrivateTrainer, and compute the total with python -m "
+            "fastclip.accounting --trials.",
+            doc="integrations",
         )
 
     def get_train_dataloader(self) -> DataLoader:
         """The loader of logical batches; within `train()` the private one."""
         if isinstance(self.train_dataset, IterableDataset):
             raise ArgumentError(
-                "an IterableDataset cannot be sampled row by row; pass a train_dataset with a length"
+                "train_dataset is an IterableDataset, from which Poisson sampling cannot draw samples. "
+                "Pass a train_dataset with a length.",
+                doc="sampling",
             )
         if type(self)._get_train_sampler is not Trainer._get_train_sampler:
             raise ArgumentError(
-                f"{type(self).__name__} overrides _get_train_sampler, but batches are drawn from all "
-                "rows of train_dataset: pass the rows to train on as train_dataset"
+                f"{type(self).__name__} overrides _get_train_sampler, but batches are sampled from the "
+                "whole train_dataset. Pass only the samples to train on as train_dataset.",
+                doc="sampling",
             )
         prepared = super().get_train_dataloader()  # Accelerate's would draw one batch ahead
         kept = (

@@ -62,19 +62,23 @@ def check_strategy(strategy: Any) -> None:
     if not kinds & _FOLLOWED or kinds & _OTHERS:
         raise ArgumentError(
             "Trainer(strategy=...) expects one device, 'ddp', or a ModelParallelStrategy whose module "
-            f"calls fully_shard on itself, got {name}, whose exchanges would send gradients that are "
-            "not clipped; use strategy='ddp', or fully_shard where one process cannot hold the model"
+            f"calls fully_shard, got {name}, which exchanges gradients before they are clipped. Use "
+            "strategy='ddp', or fully_shard for a large model.",
+            doc="integrations",
         )
     if getattr(strategy, "_start_method", "popen") != "popen":
         raise ArgumentError(
             f"{name}(start_method={strategy._start_method!r}) trains in processes that end with the "
-            "fit, and with them the engine's record of what was spent; use strategy='ddp', in a script"
+            "fit, so the engine would lose its record of the privacy cost. Use strategy='ddp', in a "
+            "script.",
+            doc="integrations",
         )
     asked = [hook[1:] for hook in _HOOKS if getattr(strategy, hook, None) is not None]
     if asked:
         raise ArgumentError(
-            f"{name}({asked[0]}=...) acts on an exchange of gradients that a private model does not "
-            f"leave to DistributedDataParallel; omit {', '.join(asked)}"
+            f"{name}({asked[0]}=...) changes how DistributedDataParallel exchanges gradients, which a "
+            f"private model does itself. Omit {', '.join(asked)}.",
+            doc="integrations",
         )
 
 
@@ -88,8 +92,9 @@ def as_wrapped(strategy: Any, module: nn.Module) -> nn.Module:
     if model is module or (isinstance(model, DDP) and model.module is module):
         return model
     raise ArgumentError(
-        f"{type(strategy).__name__} runs the module inside {type(model).__name__}, which is not "
-        "followed; use strategy='ddp'"
+        f"{type(strategy).__name__} runs the module inside {type(model).__name__}, which is "
+        "unsupported. Use strategy='ddp'.",
+        doc="integrations",
     )
 
 
@@ -172,10 +177,10 @@ def read_as_before(strategy: Any) -> None:
 _SET = {
     "grad_sample_mode": (
         "fast",
-        "steps of Lightning's closures are followed in the fast mode, whose clipped rows are the same",
+        "closures of Lightning are supported in the fast mode only",
     ),
-    "wrap_model": (False, "the module must stay the one that Lightning trains"),
-    "data_loader": (None, "it is that of the trainer's DPLightningDataModule"),
+    "wrap_model": (False, "Lightning trains the module itself"),
+    "data_loader": (None, "the loader comes from the trainer's DPLightningDataModule"),
 }
 """Arguments of the engine's make_private that the integration sets: the value, and why."""
 
@@ -192,7 +197,8 @@ def in_place(arguments: dict[str, Any]) -> dict[str, Any]:
             shown = repr(got) if isinstance(got, (str, bool)) else type(got).__name__
             raise ArgumentError(
                 f"make_private of fastclip.integrations.lightning sets {name} itself, got {shown}: "
-                f"{why}; omit {name}"
+                f"{why}. Omit {name}.",
+                doc="integrations",
             )
     return {name: value for name, value in arguments.items() if name not in _SET}
 
@@ -206,7 +212,11 @@ def length_in_epochs(trainer: Any, steps_an_epoch: int) -> float:
     if trainer.max_steps is not None and trainer.max_steps > 0:
         return epochs_of(trainer.max_steps, steps_an_epoch)
     if trainer.max_epochs is None or trainer.max_epochs < 1:
-        raise ArgumentError("target_epsilon needs the length of the run: Trainer(max_epochs=...)")
+        raise ArgumentError(
+            "target_epsilon needs the length of the run, which the trainer does not set. Pass "
+            "Trainer(max_epochs=...).",
+            doc="integrations",
+        )
     return float(trainer.max_epochs)
 
 
@@ -219,31 +229,36 @@ def check_trainer(trainer: Any) -> None:
     check_strategy(trainer.strategy)
     if trainer.world_size > 1 and trainer.overfit_batches:
         raise ArgumentError(
-            "overfit_batches repeats the same batches, but each rank draws its share anew; use "
-            "limit_train_batches"
+            "overfit_batches repeats the same batches, but each rank samples its batches anew. Use "
+            "limit_train_batches.",
+            doc="integrations",
         )
     if str(trainer.precision).startswith("16"):
         raise ArgumentError(
             f"Trainer(precision={trainer.precision!r}) scales the loss and skips steps on overflow, "
-            "which tells something about raw gradients; use precision='bf16-mixed'"
+            "which reveals raw gradients. Use precision='bf16-mixed'.",
+            doc="integrations",
         )
     if trainer.accumulate_grad_batches != 1:
         raise ArgumentError(
-            "accumulate_grad_batches joins several batches in one step, and one batch is one release, "
-            "whose rows are drawn anew; leave it at 1 and make the batch larger"
+            "accumulate_grad_batches joins several sampled batches in one step, but epsilon counts one "
+            "step per batch. Leave it at 1 and make the batch larger.",
+            doc="integrations",
         )
     if trainer.gradient_clip_val:
         raise ArgumentError(
-            "gradient_clip_val would clip the mean of the batch, before there is any; each row's "
-            "threshold is max_grad_norm: omit gradient_clip_val"
+            "gradient_clip_val clips the mean of the batch, not the gradient of each sample. "
+            "Omit gradient_clip_val and use max_grad_norm.",
+            doc="integrations",
         )
     if any(
         kind.__name__ == "BatchSizeFinder" for c in trainer.callbacks for kind in type(c).__mro__
     ):
         raise ArgumentError(
-            "BatchSizeFinder changes batch_size between steps, but a private loader draws at the rate "
-            "that the fit has begun with, so that larger batches would not be tried; choose the "
-            "batch_size of the data module without it"
+            "BatchSizeFinder changes batch_size between steps, but a private loader keeps the sampling "
+            "rate of its start, so larger batches are never tried. Set the batch_size of the data "
+            "module instead.",
+            doc="integrations",
         )
 
 
@@ -319,13 +334,15 @@ def check_part(
     """
     if part is not None and not any(part is each for each in module.modules()):
         raise ArgumentError(
-            f"part expects a submodule of the LightningModule, got a {type(part).__name__} that it does "
-            "not hold. Pass self.encoder, for instance."
+            "part expects a submodule of the LightningModule, got another module "
+            f"({type(part).__name__}). Pass one of its submodules, such as self.encoder.",
+            doc="integrations",
         )
     if part is not None and part is not module and trainer.world_size > 1:
         raise ArgumentError(
-            "part makes one submodule private, which several processes cannot train together. Use one "
-            "process, or make the whole module private by one call, with param_groups."
+            "part makes one submodule private, which is unsupported on several processes. Use one "
+            "process, or make the whole module private in one call with param_groups.",
+            doc="integrations",
         )
     mine = module if part is None else part
     held = {*map(id, mine.modules()), *map(id, mine.parameters())}
@@ -333,20 +350,23 @@ def check_part(
         private = other.optimizer()
         if private is None or private.ledger is not engine.accountant:
             raise ArgumentError(
-                "two engines make parts of one LightningModule private, so neither's epsilon would be "
-                "that of the fit. Use one engine for all parts."
+                "Two engines make parts of one LightningModule private, so neither epsilon covers the "
+                "fit. Use one engine for all parts.",
+                doc="integrations",
             )
         theirs = (*other.module.modules(), *other.module.parameters())
         if any(id(each) in held for each in theirs):
             raise ArgumentError(
-                "make_private was called twice for the same parameters in one configure_optimizers, and "
-                "the second call would end the first. Call it once, with one optimizer that has "
-                "param_groups, or pass part= for parts that share nothing."
+                "make_private was called twice for the same parameters in one configure_optimizers, so "
+                "the second call would undo the first. Call it once with param_groups, or pass part= "
+                "for parts that share no parameters.",
+                doc="integrations",
             )
     if before and ("target_epsilon" in arguments or "_fastclip_budget" in module.__dict__):
         raise ArgumentError(
-            "target_epsilon is of one call, and each of several would spend it. Pass noise_multiplier "
-            "to every call; engine.get_epsilon is that of all of them."
+            "target_epsilon is a budget for one call of make_private, and each of several calls would "
+            "spend it. Pass noise_multiplier to every call and read engine.get_epsilon.",
+            doc="integrations",
         )
 
 
@@ -415,10 +435,10 @@ class DPLightningDataModule(LightningDataModule):
         loader = self.datamodule.train_dataloader()
         if not isinstance(loader, DataLoader):
             raise ArgumentTypeError(
-                "DPLightningDataModule expects train_dataloader() of the data module to return one "
-                f"torch.utils.data.DataLoader, got {type(loader).__name__}: a step is one draw from one "
-                "data set; join several in one loader (torch.utils.data.ConcatDataset, or StackDataset "
-                "for rows that belong together)"
+                "DPLightningDataModule expects train_dataloader() to return one "
+                f"torch.utils.data.DataLoader, got {type(loader).__name__}. Join several data sets with "
+                "torch.utils.data.ConcatDataset, or StackDataset if their samples belong together.",
+                doc="integrations",
             )
         # of the first: one that is seeded alike for every fit would draw the same samples again
         loader.generator = self.generator = self.generator or loader.generator
@@ -499,9 +519,10 @@ def _make_part(
     data = trainer.datamodule
     if not isinstance(data, DPLightningDataModule):
         raise ArgumentTypeError(
-            "Lightning draws from its own data loader unless trainer.fit gets a "
-            f"DPLightningDataModule, got {type(data).__name__}; pass "
-            "datamodule=fastclip.integrations.lightning.DPLightningDataModule(your_datamodule)"
+            f"trainer.fit expects a DPLightningDataModule, got {type(data).__name__}, whose batches are "
+            "not sampled privately. Pass "
+            "datamodule=fastclip.integrations.lightning.DPLightningDataModule(your_datamodule).",
+            doc="integrations",
         )
     if not before:
         data.private_loaders = []
@@ -565,8 +586,8 @@ class PrivacyCallback(Callback):
             steps = math.ceil(epochs * len(loader))
         budget.check(
             self.engine.accountant, optimizer, self.engine.sampling, max(steps - trainer.global_step, 0),
-            "resume with the batch, the length and the target of that run, or pass noise_multiplier= "
-            "and watch epsilon",
+            "Resume with that run's batch, length and target, or pass noise_multiplier= and watch "
+            "epsilon.",
         )  # fmt: skip
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -613,9 +634,10 @@ def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
     if reads_late(trainer.strategy):  # nobody knows yet whether there is a checkpoint
         if not mine:
             raise ArgumentError(
-                f"{type(trainer.strategy).__name__} reads checkpoints into the private model, for which "
-                "it needs a PrivacyCallback of this engine; pass Trainer(callbacks=[PrivacyCallback("
-                "engine, delta)])"
+                f"{type(trainer.strategy).__name__} reads checkpoints into the private model and needs "
+                "a PrivacyCallback of this engine. Pass Trainer(callbacks=[PrivacyCallback(engine, "
+                "delta)]).",
+                doc="integrations",
             )
     elif trainer.ckpt_path is not None and not any(c.loaded for c in mine):
         raise _unknown(trainer)
@@ -623,7 +645,7 @@ def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
 
 def _unknown(trainer: Any) -> ArgumentError:
     return ArgumentError(
-        f"{trainer.ckpt_path} holds nothing of a PrivacyCallback of this trainer and engine, so what "
-        "its run has spent is not known; train and resume with Trainer(callbacks=[PrivacyCallback("
-        "engine, delta)]), or load its model and train anew"
+        f"{trainer.ckpt_path} has no state of a PrivacyCallback of this engine, so the privacy cost of "
+        "its run is unknown. Train and resume with Trainer(callbacks=[PrivacyCallback(engine, delta)]).",
+        doc="checkpoints",
     )

@@ -19,11 +19,7 @@ from fastclip.integrations.trainer_run import RanksTrainer
 
 
 IGNORED = -100
-WAY_OUT = (
-    "pass PrivateTrainer(compute_loss_func=...), a function (outputs, labels, num_items_in_batch) that "
-    "returns one loss a row, [b]"
-)
-FIX = "Pass compute_loss_func, which returns one loss a row, [b]."
+FIX = "Pass a compute_loss_func that returns one loss per sample, of shape [b]."
 
 TOLERANCE = 1e-4
 """Relative, in float32, between numbers that are computed from the same outputs."""
@@ -190,7 +186,8 @@ def check_function(
         if len(values[i]) != size and bool(found.any()):
             raise ArgumentError(
                 f"compute_loss_func uses an output of shape {list(values[i].shape)}, which does not "
-                f"hold one entry a row, so it couples rows; {WAY_OUT}"
+                f"hold one entry per sample, so it couples samples. {FIX}",
+                doc="coupled-loss",
             )
         if len(values[i]) == size:
             own = [gradient[number] for gradient in alone]
@@ -211,10 +208,10 @@ def _compare(together: Tensor, alone: list[Tensor | None], tolerance: float) -> 
             float(own.norm()), float(found.norm()), 1e-12
         ):
             raise ArgumentError(
-                f"the gradient of a row's outputs in a batch of {len(alone)} rows is {found.norm():.4g} "
-                f"a row, but {own.norm():.4g} where the row is alone: the loss couples rows (a mean "
-                "over the tokens of the batch, or of weighted classes?), so no row can be clipped; "
-                f"{WAY_OUT}"
+                "The loss couples samples: the gradient norm of a sample's outputs is "
+                f"{found.norm():.4g} in the batch, {own.norm():.4g} alone (possible cause: a mean over "
+                f"all tokens, or class weights). {FIX}",
+                doc="coupled-loss",
             )
 
 
@@ -245,8 +242,9 @@ class SampleLossTrainer(RanksTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if type(self).compute_loss is not SampleLossTrainer.compute_loss:
             raise ArgumentError(
-                f"{type(self).__name__} overrides compute_loss, so that nothing would check that its "
-                f"loss keeps rows apart; {WAY_OUT}"
+                f"{type(self).__name__} overrides compute_loss, so fastclip cannot check that its loss "
+                f"keeps samples independent. {FIX}",
+                doc="integrations",
             )
         self._checked = Checked()
         super().__init__(*args, **kwargs)
@@ -258,12 +256,13 @@ class SampleLossTrainer(RanksTrainer):
         for kind in _behind(type(self)):
             if kind in (Trainer, *self.serves) or "compute_loss" not in vars(kind):
                 continue
-            private, way_out = f"Private{kind.__name__}", WAY_OUT
+            private, fix = f"Private{kind.__name__}", FIX
             if private in _OF_TRL and kind.__module__.startswith("trl."):
-                way_out = f"use fastclip.integrations.trl.{private}, or {WAY_OUT}"
+                fix = f"Use fastclip.integrations.trl.{private}, or {FIX[0].lower()}{FIX[1:]}"
             raise ArgumentError(
-                f"{kind.__name__}.compute_loss stands behind PrivateTrainer, which trains on rows' "
-                f"own losses in its place; {way_out}"
+                f"{kind.__name__}.compute_loss is not used by PrivateTrainer, which trains on one loss "
+                f"per sample instead. {fix}",
+                doc="integrations",
             )
 
     def compute_loss(
@@ -286,12 +285,14 @@ class SampleLossTrainer(RanksTrainer):
             return found
         if isinstance(self._labels(inputs), dict):
             raise ArgumentError(
-                f"label_smoothing_factor expects one label a token or sample. {FIX}"
+                f"label_smoothing_factor expects one label per token or per sample. {FIX}",
+                doc="integrations",
             )
         outputs = model(**inputs)  # which takes it into account
         if not self.dp_optimizer.grad_state.model_loss.replaced:
             raise ArgumentError(
-                f"label_smoothing_factor needs a cross entropy that the model computes. {FIX}"
+                f"label_smoothing_factor needs a cross entropy that the model computes. {FIX}",
+                doc="integrations",
             )
         return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs
 
@@ -313,8 +314,9 @@ class SampleLossTrainer(RanksTrainer):
         # a mean over all positions, padded ones included, would divide by the longest sample
         if losses.dim() and samples is not None and losses.shape != (samples,):
             raise ArgumentError(
-                f"compute_loss_func expects to return one loss a row, [{samples}], or their mean, got "
-                f"{list(losses.shape)}; average inside each row first"
+                f"compute_loss_func expects to return one loss per sample, [{samples}], or their mean, "
+                f"got shape {list(losses.shape)}. Average inside each sample first.",
+                doc="coupled-loss",
             )
         return losses
 
@@ -341,8 +343,8 @@ def by_name(kind: type, given: Sequence[Any]) -> dict[str, Any]:
             break  # else it hands on all of them as they come
     if len(given) > len(names):
         raise ArgumentTypeError(
-            f"{kind.__name__} got {len(given)} positional arguments, of which {len(names)} have a name; "
-            "pass them by keyword"
+            f"{kind.__name__} got {len(given)} positional arguments, of which {len(names)} have a name. "
+            "Pass them by keyword."
         )
     return dict(zip(names, given, strict=False))
 

@@ -67,7 +67,10 @@ class RanksTrainer(Trainer):
         while optimizer is not None and not isinstance(optimizer, FastDPOptimizer):
             optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:
-            raise ArgumentError("there is no private optimizer before train() has begun")
+            raise ArgumentError(
+                "The trainer has no private optimizer before train() starts. Call train() first.",
+                doc="integrations",
+            )
         return optimizer
 
     # Before training
@@ -80,8 +83,10 @@ class RanksTrainer(Trainer):
         if isinstance(self.model, FSDPModule):  # by an earlier train()
             if not self.is_fsdp_enabled:
                 raise ArgumentError(
-                    "the model was spread by fully_shard before the Trainer got it, which would save "
-                    "and load it as if it were whole; pass it plain, with TrainingArguments(fsdp=True)"
+                    "The model was sharded by fully_shard before the Trainer received it, so the "
+                    "Trainer would save and load it as unsharded. Pass the plain model, with "
+                    "TrainingArguments(fsdp=True).",
+                    doc="sharded-models",
                 )
             self.accelerator.prepare_model(model, evaluation_mode=True)  # an evaluation asks for it
         else:
@@ -112,9 +117,10 @@ class RanksTrainer(Trainer):
         """Refuse batches of a loader of the user's own."""
         if not privately:
             raise ArgumentError(
-                f"the loader of {type(self).__name__}.get_train_dataloader is not the one that draws "
-                "rows privately, or was changed: let it return super().get_train_dataloader() as it is; "
-                "pass the rows to train on as train_dataset, and what joins them as data_collator"
+                f"The loader of {type(self).__name__}.get_train_dataloader is not the private one, or "
+                "was changed, so epsilon would not hold. Let it return super().get_train_dataloader() "
+                "unchanged, and pass your own train_dataset and data_collator to the trainer.",
+                doc="sampling",
             )
 
     def _shares(self, dataset: Dataset, shuffle: bool) -> dict[str, Any]:
@@ -368,10 +374,10 @@ class SplitCollate:
         for found in _sample_counts(batch):
             if found != len(drawn):
                 raise ArgumentError(
-                    f"the collator returned {found} rows for {len(drawn)} rows of the data set, but one "
-                    "row of the data set must stay one row of the batch, for each is clipped as one: "
-                    "join, pack or cut rows into chunks before training, so that what privacy protects "
-                    "is a row of train_dataset"
+                    f"The collator returned {found} samples for {len(drawn)} samples of the data set, "
+                    "so clipping would not bound each sample's contribution. Join, pack or split "
+                    "samples in train_dataset before training.",
+                    doc="data-order",
                 )
         return batch
 
@@ -410,7 +416,7 @@ class Budget:
 
     def check(
         self, accountant: IAccountant, optimizer: FastDPOptimizer, design: SamplingDesign, steps: int,
-        way_out: str,
+        fix: str,
     ) -> None:  # fmt: skip
         """Refuse a run whose steps, with those that are spent already, would exceed the budget.
 
@@ -422,7 +428,7 @@ class Budget:
             optimizer: as it is about to go on: its noise and stage.
             design: how samples are drawn.
             steps: real steps to come.
-            way_out: of the message.
+            fix: second sentence of the message.
 
         Raises:
             ArgumentError: with the epsilon that would be reached.
@@ -436,10 +442,10 @@ class Budget:
         reached = epsilon(entries, self.delta, accountant.mechanism(), **self.options)
         if reached > self.epsilon * (1 + _ROUNDING):
             raise ArgumentError(
-                f"{steps} more steps at noise_multiplier={optimizer.noise_multiplier:.6g} would bring "
-                f"epsilon to {reached:.4g}, what was spent before included, where "
-                f"target_epsilon={self.epsilon:g}, because the noise was found as if nothing had been "
-                f"spent; {way_out}"
+                f"{steps} more steps at noise_multiplier={optimizer.noise_multiplier:.6g} would raise "
+                f"epsilon, with the steps already taken, to {reached:.4g}, above "
+                f"target_epsilon={self.epsilon:g}. {fix}",
+                doc="privacy-budget",
             )
 
 
@@ -493,17 +499,17 @@ class Resumed:
         state, done = optimizer.grad_state.clipping, trainer.state.global_step
         if not state.strategy.constant and state.step != done:
             raise ArgumentError(
-                f"{self.folder} holds no state of {state.strategy.kind} after {done} steps "
-                "(save_only_model=True, or another strategy), so its thresholds and noise would begin "
-                "again; resume from a checkpoint with the optimizer's state, or load its model and "
-                "train anew under this engine"
+                f"{self.folder} has no state of {state.strategy.kind} after {done} steps "
+                "(save_only_model=True, or another strategy), so its thresholds and noise would "
+                "restart. Resume from a checkpoint with the optimizer's state.",
+                doc="checkpoints",
             )
         if trainer.privacy.target_epsilon is not None:
             before = self.saved.get("noise_multiplier", "the run's")
             Budget(trainer.privacy.target_epsilon, trainer.privacy.target_delta).check(
                 accountant, optimizer, trainer.engine.sampling, steps,
-                "resume with the batch, the epochs and the target of that run, or pass "
-                f"noise_multiplier={before} and watch epsilon",
+                "Resume with that run's batch, epochs and target, or pass "
+                f"noise_multiplier={before} and watch epsilon.",
             )  # fmt: skip
 
 
@@ -516,8 +522,9 @@ def read_checkpoint(folder: str, accountant: Any) -> Resumed:
     path = os.path.join(folder, ACCOUNTANT_NAME)
     if not os.path.isfile(path):
         raise ArgumentError(
-            f"{folder} holds no {ACCOUNTANT_NAME}, so what its run has spent is not known; "
-            "resume from a checkpoint of a PrivateTrainer, or load its model and train anew"
+            f"{folder} has no {ACCOUNTANT_NAME}, so the privacy cost of its run is unknown. Resume "
+            "from a checkpoint of a PrivateTrainer.",
+            doc="checkpoints",
         )
     with open(path, encoding="utf-8") as file:
         try:

@@ -105,8 +105,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         columns: Any = getattr(self.train_dataset, "column_names", ())
         if not {"image", "images"}.isdisjoint(columns):
             raise ArgumentError(
-                "PrivateDPOTrainer trains on pairs of texts, and this data set has pictures; write the "
-                "loop yourself, with pairs [b, 2, t] (docs/llm.md)"
+                "PrivateDPOTrainer supports pairs of texts, and this data set has a column of images. "
+                "Write your own loop, with pairs of shape [b, 2, t].",
+                doc="integrations",
             )
 
     def default_arguments(self) -> DPOConfig:
@@ -117,14 +118,16 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         _check_padded(args)
         if getattr(args, "ld_alpha", None) is not None:
             raise ArgumentError(
-                "DPOConfig(ld_alpha=...) weighs tokens by the lengths of both rows of a pair, which the "
-                "check of the loss cannot follow; omit it"
+                "DPOConfig(ld_alpha=...) is not supported: it weights tokens by the lengths of both "
+                "texts of a pair, which the check of the loss cannot follow. Omit it.",
+                doc="integrations",
             )
         for name in getattr(args, "loss_type", ()):
             if name in _COUPLED:
                 raise ArgumentError(
-                    f"DPOConfig(loss_type={name!r}) joins pairs, for {_COUPLED[name]}; use a mean over "
-                    "pairs, as 'sigmoid'"
+                    f"DPOConfig(loss_type={name!r}) couples pairs: {_COUPLED[name]}. Use a mean over "
+                    "pairs, such as 'sigmoid'.",
+                    doc="integrations",
                 )
 
     def rows_of(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
@@ -296,15 +299,16 @@ def _check_padded(args: Any) -> None:
     for name in ("packing", "padding_free"):
         if getattr(args, name, False):
             raise ArgumentError(
-                f"{type(args).__name__}({name}=True) lays several rows of the data set into one "
-                f"sequence, so that no row's gradient can be clipped alone. Leave {name}=False; padded "
-                "rows are exact"
+                f"{type(args).__name__}({name}=True) puts several samples of the data set into one "
+                f"sequence, so their gradients cannot be clipped separately. Leave {name}=False.",
+                doc="integrations",
             )
 
 
 def _check_experts(trainer: Any) -> None:
     if trainer.aux_loss_enabled:
         raise ArgumentError(
-            "the balancing loss of a mixture of experts is a statistic of the whole batch; pass "
-            f"{type(trainer.args).__name__}(router_aux_loss_coef=0.0)"
+            "The balancing loss of a mixture of experts is a statistic of the whole batch. Pass "
+            f"{type(trainer.args).__name__}(router_aux_loss_coef=0.0).",
+            doc="integrations",
         )

@@ -72,13 +72,12 @@ def samples_in(batch: Any, batch_first: bool) -> int:
     if len(sizes) != 1:
         axis = "axis 0" if batch_first else "axis 1 (axis 0 of those of one dimension)"
         raise ArgumentError(
-            f"batch expects tensors that hold the samples along {axis}, all equally many, got sizes "
-            f"{sorted(sizes) or 'of no tensor'}; what all samples share belongs into `loss`"
+            f"batch expects tensors with the same number of samples along {axis}, got sizes "
+            f"{sorted(sizes) or 'of no tensor'}. Pass tensors that all samples share inside loss."
         )
     if min(sizes) < 2:
         raise ArgumentError(
-            f"batch expects at least 2 samples, got {min(sizes)}: with one alone, nothing that "
-            "couples samples can be seen"
+            f"batch expects at least 2 samples, got {min(sizes)}, which cannot show coupled samples"
         )
     return sizes.pop()
 
@@ -290,8 +289,8 @@ def check_model(
     if truth.is_random():
         return ModelCheck(
             (
-                "the loss draws random numbers beside dropout layers, so no sample has one gradient; "
-                "switch that off for the check (the model is otherwise accepted)",
+                "the loss draws random numbers outside dropout layers, so a sample has no single "
+                "gradient. Switch that off for the check (the engine accepts the model otherwise)",
             ),
             None,
         )
@@ -345,11 +344,14 @@ def _check_arguments(model: Any, loss_reduction: str) -> None:
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, AbstractGradSampleModule):
-        raise ArgumentError("check_model expects the model before make_private, got a private one")
+        raise ArgumentError("model expects a model before make_private, got a private one")
     if loss_reduction not in ("mean", "sum"):
         raise ArgumentError(f"loss_reduction expects 'mean' or 'sum', got {loss_reduction!r}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ArgumentError("check_model expects a model with trainable parameters, got none")
+        raise ArgumentError(
+            "model expects a module with trainable parameters, got none. Unfreeze at least one.",
+            doc="no-trainable-parameters",
+        )
 
 
 def _norms(truth: Truth, samples: int) -> tuple[list[float], Tensor, set[str]]:
@@ -420,22 +422,22 @@ def _losses(
     findings = []
     other = "sum" if loss_reduction == "mean" else "mean"
     if abs(whole - reduced[loss_reduction]) > margin:
-        why = "so samples depend on each other, in the model or in the loss (a mean over tokens)"
+        why = ", so the model or the loss couples samples (possible cause: a mean over tokens)"
         if abs(whole - reduced[other]) <= margin:
-            why = f"but their {other}: pass loss_reduction={other!r}"
+            why = f", but their {other}. Pass loss_reduction={other!r}"
         findings.append(
-            f"the loss of the batch, {whole:.6g}, is not the {loss_reduction} of its samples' own "
-            f"losses, {reduced[loss_reduction]:.6g}, {why}"
+            f"the loss of the batch, {whole:.6g}, is not the {loss_reduction} of the samples' losses, "
+            f"{reduced[loss_reduction]:.6g}{why}"
         )
     if abs(whole - private) > margin:
-        findings.append(f"the private model's loss is {private:.6g}, the model's own {whole:.6g}")
+        findings.append(f"the private model's loss is {private:.6g}, the plain model's {whole:.6g}")
     return findings
 
 
 def _wrong(
     samples: list[ParameterRow], norm_error: float, leaked: tuple[str, ...], tolerance: float
 ) -> list[str]:
-    findings = [f"{name} got an ordinary gradient, which is not clipped" for name in leaked]
+    findings = [f"{name} got a standard gradient, which is not clipped" for name in leaked]
     if not norm_error <= tolerance:
         findings.append(f"the samples' norms are off by {norm_error:.1e}")
     return findings + [

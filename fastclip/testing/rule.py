@@ -94,9 +94,10 @@ def check_rule(
     rule = find_rule(module)
     if rule is None:
         raise ArgumentError(
-            f"check_rule expects a layer that has a rule, but none is registered for "
-            f"{type(module).__name__} as it is (its class, its parameters, its methods); write one "
-            "with @fastclip.rules.register_rule, or check the whole with check_model"
+            f"module expects a layer with a rule, and none fits {type(module).__name__} (its class, "
+            "parameters or methods). Register one with @fastclip.rules.register_rule, or use "
+            "check_model.",
+            doc="layer-rule",
         )
     rows, findings = [], []
     for dtype, tolerance in (tolerances or TOLERANCES).items():
@@ -179,7 +180,7 @@ def _compare(case: _Case, module: nn.Module, dtype: torch.dtype, axis: int, rule
         return RuleRow(case.name, dtype, refused)
     found = result[0]
     if rule not in {row.rule for row in found.plan.rows}:
-        return RuleRow(case.name, dtype, f"failed: the rule {rule} did not serve:\n{found.plan}")
+        return RuleRow(case.name, dtype, f"failed: the rule {rule} was not used:\n{found.plan}")
     sums = truth.clipped_sums(C)
     total = math.sqrt(sum(float(s.square().sum()) for s in sums.values()))
     errors = [

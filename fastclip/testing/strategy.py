@@ -181,11 +181,11 @@ def _resumes(run: _Run, other: _Run) -> str | None:
     other.noise.set_state(run.noise.get_state())
     moved = _differing(run.thresholds(), other.thresholds())
     if moved:
-        return f"{moved} is another one after loading than what was saved"
+        return f"{moved} differs after loading from what was saved"
     if run.optimizer.noise_levels != other.optimizer.noise_levels:
         return (
-            f"the noise of the next step is {run.optimizer.noise_levels}, after loading "
-            f"{other.optimizer.noise_levels}"
+            f"the noise of the next step is {run.optimizer.noise_levels}, but "
+            f"{other.optimizer.noise_levels} after loading"
         )
     for _ in range(_STEPS):
         run.step()
@@ -193,8 +193,8 @@ def _resumes(run: _Run, other: _Run) -> str | None:
         moved = _differing(run.thresholds(), other.thresholds())
         if moved:
             return (
-                f"{moved} moves otherwise after loading a state than in the run that saved it: the "
-                "policy holds something that its Thresholds do not"
+                f"{moved} moves differently after loading a state than in the run that saved it: the "
+                "policy has state outside its Thresholds"
             )
     return None
 
