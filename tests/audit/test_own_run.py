@@ -155,7 +155,7 @@ def test_the_pages(bound: float, claimed: float, kind: str, said: str, tmp_path:
         for part in (said, f"{bound:.4g}", "4.5", "100, 51", "What it does not show"):
             assert part in text
         assert ("stands" in text) == (kind == "held")
-        assert ("was told" in text) == (bound == 4.5)
+        assert ("a coin was right" in text) == (bound == 4.5)
     assert f'class="verdict {kind}"' in text
     assert "&lt;here&gt;" in text
     with pytest.raises(ArgumentError, match=r"ends in .md or .html"):
