@@ -156,7 +156,7 @@ class CanaryScoreAuditor:
         given, coins = finite("scores", scores), np.asarray(inside, dtype=bool)
         if given.shape != coins.shape:
             raise ArgumentError(
-                f"scores expects one score per canary, [{len(coins)}], got shape {given.shape}",
+                f"scores expects one score per canary, [{len(coins)}], got shape {given.shape}.",
                 doc="audits",
             )
         found = cls(given[coins], given[~coins])
@@ -313,9 +313,9 @@ def finite(name: str, given: Any) -> np.ndarray:
             raise TypeError(array.dtype)
         scores = array.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{name} expects numbers, got {type(given).__name__}") from error
+        raise ArgumentTypeError(f"{name} expects numbers, got {type(given).__name__}.") from error
     if scores.ndim != 1 or not len(scores):
-        raise ArgumentError(f"{name} expects one score per canary, [n], got shape {scores.shape}")
+        raise ArgumentError(f"{name} expects one score per canary, [n], got shape {scores.shape}.")
     if not np.isfinite(scores).all():
         raise ArgumentError(
             f"{name} expects finite numbers, got NaN or inf. Give canaries that cannot be scored a "

@@ -164,5 +164,7 @@ class Report:
         """
         made = {".md": self.markdown, ".html": self.html}.get(Path(path).suffix)
         if made is None:
-            raise ArgumentError(f"path expects a name that ends in .md or .html, got {str(path)!r}")
+            raise ArgumentError(
+                f"path expects a name that ends in .md or .html, got {str(path)!r}."
+            )
         Path(path).write_text(made(), encoding="utf-8")

@@ -63,7 +63,7 @@ class Announced:
             if self._first.get(name, value) != value:
                 raise ArgumentError(
                     f"{name}={self._first[name]} was announced with the first report and cannot change, "
-                    f"got {value}",
+                    f"got {value}.",
                     doc="audits",
                 )
         report = hashlib.sha256(scores.tobytes() + np.float64(delta).tobytes()).digest()
@@ -344,7 +344,7 @@ class Watch(Seen):
         if not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "watch expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}",
+                f"{type(optimizer).__name__}.",
                 doc="audits",
             )
         self._live, self._optimizer, self._batches = unwrap(model), optimizer, batches
@@ -352,7 +352,7 @@ class Watch(Seen):
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ArgumentError(
                 "watch expects the model and the optimizer of one make_private, got an optimizer that "
-                "trains other parameters",
+                "trains other parameters.",
                 doc="audits",
             )
         check_drawn("watch", [optimizer.account.design], coins)
@@ -402,12 +402,12 @@ def neighbors_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
     """
     if not isinstance(engine, FastPrivacyEngine):
         raise ArgumentTypeError(
-            f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}"
+            f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}."
         )
     if seen is not None and not seen.accounted_by(engine.accountant):
         raise ArgumentError(
             "engine expects the engine of the run that was watched, got one that has not recorded its "
-            "steps",
+            "steps.",
             doc="audits",
         )
     if not engine.accountant.history:
@@ -460,13 +460,13 @@ def mix_in(
         if isinstance(given, IterableDataset) or not isinstance(given, Sized):
             raise ArgumentTypeError(
                 f"{name} expects a data set of known length with samples by number, got "
-                f"{type(given).__name__}",
+                f"{type(given).__name__}.",
                 doc="audits",
             )
     count = len(canaries)  # type: ignore[arg-type]
     if count < LEAST:
         raise ArgumentError(
-            f"canaries expects {LEAST} samples or more, got {count}, which prove nothing",
+            f"canaries expects {LEAST} samples or more, got {count}, which prove nothing.",
             doc="audits",
         )
     coins = np.unpackbits(np.frombuffer(os.urandom(count // 8 + 1), dtype=np.uint8))[:count]
@@ -496,7 +496,7 @@ class OwnRun:
         count = len(canaries)  # type: ignore[arg-type]
         if not isinstance(inside, Tensor) or inside.dtype != torch.bool or inside.shape != (count,):
             raise ArgumentError(
-                f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]"
+                f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]."
             )
         self.canaries, self._inside, self._collate = canaries, inside.cpu(), collate_fn
         self._coins = coins
@@ -624,7 +624,7 @@ class OwnRun:
         given = finite("scores", scores)
         if given.shape != tuple(self._inside.shape):
             raise ArgumentError(
-                f"scores expects one score per canary, [{len(self._inside)}], got shape {given.shape}",
+                f"scores expects one score per canary, [{len(self._inside)}], got shape {given.shape}.",
                 doc="audits",
             )
         if given.min() == given.max():

@@ -101,7 +101,7 @@ class PrivacyArguments:
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ArgumentError(
                 "PrivacyArguments expects either noise_multiplier or target_epsilon, got "
-                f"noise_multiplier={self.noise_multiplier}, target_epsilon={self.target_epsilon}"
+                f"noise_multiplier={self.noise_multiplier}, target_epsilon={self.target_epsilon}."
             )
         between("target_delta", self.target_delta, 0, 1)
 
@@ -115,7 +115,7 @@ def check_training_arguments(args: Any, privacy: Any) -> None:
     if not isinstance(privacy, PrivacyArguments):
         raise ArgumentTypeError(
             f"privacy expects fastclip.integrations.huggingface.PrivacyArguments, got "
-            f"{type(privacy).__name__}"
+            f"{type(privacy).__name__}."
         )
     if args.max_grad_norm not in (None, 0, 1.0):  # 1.0: the default, which says nothing
         raise ArgumentError(

@@ -77,7 +77,7 @@ def samples_in(batch: Any, batch_first: bool) -> int:
         )
     if min(sizes) < 2:
         raise ArgumentError(
-            f"batch expects at least 2 samples, got {min(sizes)}, which cannot show coupled samples"
+            f"batch expects at least 2 samples, got {min(sizes)}, which cannot show coupled samples."
         )
     return sizes.pop()
 
@@ -170,12 +170,12 @@ def scalar(value: Any) -> Tensor:
     """
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(
-            f"loss(model, batch) expects to return the loss as a tensor, got {type(value).__name__}"
+            f"loss(model, batch) expects to return the loss as a tensor, got {type(value).__name__}."
         )
     if value.numel() != 1 or not value.requires_grad:
         raise ArgumentError(
             "loss(model, batch) expects to return one number that depends on trainable parameters, "
-            f"got shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+            f"got shape {tuple(value.shape)}, requires_grad={value.requires_grad}."
         )
     return value
 
@@ -342,11 +342,11 @@ def _compare(
 
 def _check_arguments(model: Any, loss_reduction: str) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
+        raise ArgumentTypeError(f"model expects a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, AbstractGradSampleModule):
-        raise ArgumentError("model expects a model before make_private, got a private one")
+        raise ArgumentError("model expects a model before make_private, got a private one.")
     if loss_reduction not in ("mean", "sum"):
-        raise ArgumentError(f"loss_reduction expects 'mean' or 'sum', got {loss_reduction!r}")
+        raise ArgumentError(f"loss_reduction expects 'mean' or 'sum', got {loss_reduction!r}.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError(
             "model expects a module with trainable parameters, got none. Unfreeze at least one.",

@@ -86,10 +86,10 @@ def check_rule(
     """
     axis = 0 if batch_first else 1
     if not isinstance(x, Tensor):
-        raise ArgumentTypeError(f"x expects the layer's input, a tensor, got {type(x).__name__}")
+        raise ArgumentTypeError(f"x expects the layer's input, a tensor, got {type(x).__name__}.")
     if x.dim() <= axis or x.shape[axis] < _FEWEST:
         raise ArgumentError(
-            f"x expects at least {_FEWEST} samples along axis {axis}, got shape {tuple(x.shape)}"
+            f"x expects at least {_FEWEST} samples along axis {axis}, got shape {tuple(x.shape)}."
         )
     rule = find_rule(module)
     if rule is None:
