@@ -1,4 +1,4 @@
-"""An audit of a user's own run: canaries among their samples, and what its weights tell of each coin."""
+"""Audits of your own run: canaries among the samples, and what the weights reveal of each coin."""
 
 from __future__ import annotations
 
@@ -31,33 +31,32 @@ from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 # -------------------------------------------------------------------------------------------------
-# How many bounds are looked at: the best of several is no bound, unless they share its
-# significance.
+# The number of bounds. The best of several is valid only if they share the significance.
 
 
 _LIVE: WeakValueDictionary[str, Announced] = WeakValueDictionary()
-"""By name: copies, pickled ones too, are one in this process."""
+"""By name. All copies in this process, pickled ones too, share one entry."""
 
 
 class Announced:
-    """The reports of one set of coins: what the first says, before a bound is seen, holds for all.
+    """The reports of one set of coins, with the settings that the first report fixes for all.
 
-    Copies share it, wherever they are in this process; in another they go on from what was reported when
-    they were made.
+    All copies in this process share it. In another process a copy continues from the reports that
+    existed when it was made.
     """
 
     def __init__(self) -> None:
         self._name = new_name()
         self._first: dict[str, Any] = {}
-        """Settings of the first report; none before it."""
+        """Settings of the first report; empty before it."""
         self._seen: set[bytes] = set()
         _LIVE[self._name] = self
 
     def check(self, scores: np.ndarray, delta: float, significance: float, reports: int) -> bytes:
-        """What `seen` takes once the report is made; the same report may be made again.
+        """Checks a report and returns its digest for `seen`; the same report may be made again.
 
         Raises:
-            ArgumentError: it is one more than was announced, or another number or significance is.
+            ArgumentError: there are more reports than announced, or another number or significance.
         """
         for name, value in {"reports": reports, "significance": significance}.items():
             if self._first.get(name, value) != value:
@@ -77,7 +76,7 @@ class Announced:
         return report
 
     def seen(self, report: bytes, significance: float, reports: int) -> None:
-        """It was made."""
+        """Records that the report was made."""
         self._first = {"reports": reports, "significance": significance}
         self._seen.add(report)
 
@@ -86,7 +85,7 @@ class Announced:
 
 
 def _shared(name: str, first: dict[str, Any], seen: set[bytes]) -> Announced:
-    """The one that bears the name, or a new one; reports of either have been made."""
+    """The set of this name, or a new one, with the reports of both."""
     found = _LIVE.get(name)
     if found is None:
         found = Announced.__new__(Announced)
@@ -98,18 +97,19 @@ def _shared(name: str, first: dict[str, Any], seen: set[bytes]) -> Announced:
 
 
 # -------------------------------------------------------------------------------------------------
-# Whether a run draws the canaries that an audit is about.
+# Whether a run samples the canaries of an audit.
 
 
 def check_drawn(who: str, designs: Iterable[SamplingDesign], coins: str | None) -> None:
-    """Refuse a run of which the coins tell nothing.
+    """Checks that the run could sample every canary, so its coins matter.
 
     Args:
-        who: the argument that is looked at. designs: how samples are drawn, of each model.
-        coins: their name; None where they were not mixed in by `mix_in`, so that nothing is known.
+        who: name of the argument that is checked.
+        designs: how batches are sampled, for each model.
+        coins: name of the coins; None if `mix_in` did not make the data set, and nothing is known.
 
     Raises:
-        ArgumentError: no model was trained on the canaries, or some of them cannot be drawn.
+        ArgumentError: no model was trained on the canaries, or some of them cannot be sampled.
     """
     if coins is None:
         return
@@ -130,11 +130,11 @@ def check_drawn(who: str, designs: Iterable[SamplingDesign], coins: str | None) 
 
 
 # -------------------------------------------------------------------------------------------------
-# Of which model scores are: what a report holds against the models of the engine that it is given.
+# Which model the scores belong to, which a report compares with the models of the engine.
 
 
 class Weights:
-    """Of a model that canaries were scored by: its parameters themselves, and what they were then."""
+    """The parameters of the model that scored canaries, and their digests at that time."""
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(unwrap(model).named_parameters())
@@ -142,11 +142,11 @@ class Weights:
         self._then = {name: digest([_local(p)]) for name, p in named.items()}
 
     def __reduce__(self) -> Any:
-        """A copy knows what they were."""
+        """A copy keeps the digests only."""
         return _restored, (self._then,)
 
     def are_of(self, trained: Mapping[nn.Parameter, str]) -> bool:
-        """Whether a run trains these parameters, or its own (and their names) are equal to them now."""
+        """Whether a run trains these parameters, or has parameters equal to them in name and value."""
         own = {id(p) for ref in self._own if (p := ref()) is not None}
         if own.issuperset(map(id, trained)):
             return True
@@ -164,23 +164,24 @@ def _local(p: Tensor) -> Tensor:
 
 
 class Scored:
-    """Which scores are of which model."""
+    """Records which model each tensor of scores belongs to."""
 
     def __init__(self) -> None:
         self._models: dict[str, Weights] = {}
 
     def remember(self, scores: Tensor, model: nn.Module) -> None:
-        """They are of this model as it is now."""
+        """Records that the scores are of this model in its current state."""
         self._models[_digest(scores.numpy())] = Weights(model)
 
     def check(self, scores: np.ndarray, trained: Iterable[Mapping[nn.Parameter, str]]) -> None:
-        """Refuse those of a model that was not trained there; nothing is known of scores from elsewhere.
+        """Checks that the scores are not known to be of a model that was not trained there.
 
         Args:
-            scores: float64 [canaries]. trained: the parameters of each model, and their names.
+            scores: float64 [canaries].
+            trained: the parameters of each model, and their names.
 
         Raises:
-            ArgumentError: they are of another model.
+            ArgumentError: the scores are of another model.
         """
         model = self._models.get(_digest(scores))
         if model is not None and not any(model.are_of(names) for names in trained if names):
@@ -197,7 +198,7 @@ def _digest(scores: np.ndarray) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# Losses of canaries, one a sample, and their derivatives by a model's weights.
+# Per-sample losses of canaries, and their derivatives with respect to a model's weights.
 
 
 Losses = Callable[[Any, Any], Tensor]
@@ -207,7 +208,7 @@ Batches = Iterable[tuple[int, Any]]
 
 
 def batches_of(canaries: Dataset[Any], batch_size: int, collate: Any) -> Iterator[tuple[int, Any]]:
-    """With the number of canaries in each."""
+    """The batches of canaries, with the number of canaries in each."""
     count = len(canaries)  # type: ignore[arg-type]
     batches = DataLoader(canaries, batch_size=batch_size, collate_fn=collate)
     for number, batch in enumerate(batches):
@@ -215,10 +216,10 @@ def batches_of(canaries: Dataset[Any], batch_size: int, collate: Any) -> Iterato
 
 
 def losses_of(model: nn.Module, losses: Losses, batches: Batches) -> Tensor:
-    """Of a model in evaluation mode, [canaries], float64 on the CPU.
+    """Per-sample losses of a model in evaluation mode, float64 [canaries] on the CPU.
 
     Raises:
-        ArgumentError: they are not one a sample.
+        ArgumentError: the losses are not one per sample.
     """
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
@@ -233,11 +234,11 @@ def losses_of(model: nn.Module, losses: Losses, batches: Batches) -> Tensor:
 
 
 class Slopes(nn.Module):
-    """How the losses of samples change along a direction of the weights.
+    """Derivatives of per-sample losses along a direction of the weights.
 
     Args:
-        model: of its own, which it is called with; what it is at is said at each call.
-        losses: which may use the model as any other: its parts, its parameters, its attributes.
+        model: a copy; each call says which weights it has.
+        losses: (model, batch) -> losses, [b]. It may use parts, parameters and attributes of the model.
     """
 
     def __init__(self, model: nn.Module, losses: Losses) -> None:
@@ -252,14 +253,15 @@ class Slopes(nn.Module):
         self, step: dict[str, Tensor], weights: dict[str, Tensor], rest: dict[str, Tensor],
         batches: Batches,
     ) -> Tensor:  # fmt: skip
-        """[canaries], float64 on the CPU; one pass in forward mode.
+        """Computes the derivatives in one pass in forward mode, float64 [canaries] on the CPU.
 
         Args:
-            step: the direction, by parameter. weights: the same parameters.
+            step: the direction, by parameter.
+            weights: the values of the same parameters.
             rest: the other parameters and the buffers.
 
         Raises:
-            ArgumentError: losses that are not one a sample, or do not depend on the model.
+            ArgumentError: the losses are not one per sample, or do not depend on the model.
         """
         primal, tangent, held = (
             {f"model.{n}": t for n, t in d.items()} for d in (weights, step, rest)
@@ -302,16 +304,16 @@ def _one_per_sample(found: Tensor, count: int) -> Tensor:
 
 @dataclass
 class Seen:
-    """What was seen of a run until now; a copy of a Watch, which watches nothing."""
+    """The scores of a run until now; as a copy of a Watch it watches nothing."""
 
     scores: Tensor
     """[canaries], float64 on the CPU."""
     steps: int = 0
-    """That were looked at."""
+    """Number of steps that were watched."""
     missed: int = 0
-    """That were accounted since it began, and not shown to it."""
+    """Number of steps that were accounted since then but not watched."""
     accounted: Segments = field(default_factory=dict)
-    """By the ledger of the run, by name."""
+    """Steps in the run's ledger, by name of the segment."""
 
     def count(self) -> Seen:
         """Itself, with the steps that were missed until now."""
@@ -326,12 +328,14 @@ class Seen:
 
 
 class Watch(Seen):
-    """Looks at each step of one optimizer from now on.
+    """Scores canaries in each step of one optimizer from now on.
 
     Args:
-        model, optimizer: as make_private returned them. losses: of each sample of a batch.
-        batches: of all canaries. count: of the canaries.
-        coins: as of `check_drawn`.
+        model, optimizer: as make_private returned them.
+        losses: (model, batch) -> losses, [b].
+        batches: () -> batches of all canaries.
+        count: number of canaries.
+        coins: as in `check_drawn`.
 
     Raises:
         ArgumentTypeError, ArgumentError: for another optimizer, or that of another model.
@@ -356,13 +360,13 @@ class Watch(Seen):
                 doc="audits",
             )
         check_drawn("watch", [optimizer.account.design], coins)
-        self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # which nothing follows
+        self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # not private
         super().__init__(torch.zeros(count, dtype=torch.float64, device="cpu"))
         self._shown = optimizer.account.steps
-        optimizer.attach_step_hook(self._look)
+        optimizer.attach_step_hook(self._score)
 
-    def _look(self, _: Any) -> None:
-        """A step is about to be released."""
+    def _score(self, _: Any) -> None:
+        """Adds the scores of a step that is about to be released."""
         self._shown += 1
         held = dict(self._live.named_parameters())
         step = {name: p.grad.detach() for name, p in held.items() if p.grad is not None}
@@ -382,23 +386,25 @@ class Watch(Seen):
         return self._optimizer.ledger is ledger
 
     def __reduce__(self) -> Any:
-        """Coins and scores are copied, no run is."""
+        """Copies the scores, not the run."""
         segments = self._optimizer.ledger.segments()
         return Seen, (self.scores.clone(), self.steps, self.count().missed, segments)
 
 
 # -------------------------------------------------------------------------------------------------
-# Whether what an engine claims is about the coins of an audit, and of the run that was scored.
+# Whether an engine's claim covers the coins of an audit and the run that was scored.
 
 
 def neighbors_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
-    """Between whom nobody can tell by its claim, which must be what the coins are about.
+    """The neighboring data sets of the engine's claim, which must differ as the coins do.
 
     Args:
-        engine: of the run. seen: what was watched of it. coins: as of `check_drawn`.
+        engine: the engine of the run.
+        seen: what was watched of the run, if anything.
+        coins: as in `check_drawn`.
 
     Raises:
-        ArgumentTypeError, ArgumentError: another engine, or another claim.
+        ArgumentTypeError, ArgumentError: it is another engine, or the claim is another one.
     """
     if not isinstance(engine, FastPrivacyEngine):
         raise ArgumentTypeError(
@@ -431,27 +437,26 @@ def neighbors_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
 
 
 LEAST = 4 * FEWEST
-"""Canaries below which nothing could be proved."""
+"""Fewest canaries with which anything can be proved."""
 
 
 def mix_in(
     data_set: Dataset[Any], canaries: Dataset[Any], *, collate_fn: Callable[..., Any] | None = None
 ) -> tuple[Dataset[Any], OwnRun]:
-    """The data set with about half of the canaries in it, each by a fair coin of the operating system.
+    """Adds about half of the canaries to the data set, each by a fair coin of the operating system.
 
-    Canaries are samples that can go in without harm and that a model would have to learn by heart:
-    samples of the same form with labels or texts drawn at random. None may be in the data set
-    already. Train on what is returned, as ever; `OwnRun.report` says what can be told of the coins.
-    A run on anything that was made from it (a subset, a transformed data set) is refused, as is one
-    that leaves canaries out.
+    Canaries are harmless samples that a model could only memorize: samples of the same form with
+    random labels or texts. None may be in the data set already. Train on the returned data set as
+    usual. `OwnRun.report` then says what can be inferred about the coins. A run on a data set made from
+    it (a subset or a transformed data set) raises an error, and so does a run that leaves canaries out.
 
     Args:
-        data_set: with `len` and samples by number.
-        canaries: samples of the same form; the more, the more can be proved.
-        collate_fn: of the canaries, where scores are computed; as a DataLoader's.
+        data_set: a data set with `len` and samples by number.
+        canaries: samples of the same form. More canaries can prove more.
+        collate_fn: collates canaries when scores are computed, as in a DataLoader.
 
     Returns:
-        (data set, audit). The audit holds the coins: do not look at them before the scores are there.
+        (data set, audit). The audit holds the coins. Do not look at them before you have the scores.
 
     Raises:
         ArgumentTypeError, ArgumentError: a stream, or too few canaries.
@@ -477,16 +482,17 @@ def mix_in(
 
 
 class OwnRun:
-    """The canaries of one run, and their coins; `mix_in` makes it.
+    """The canaries of one run and their coins, made by `mix_in`.
 
     Args:
-        canaries: all of them. inside: which are in the data set, bool, [canaries].
-        collate_fn: as a DataLoader's.
-        coins: their name, by which the engine knows the data set; None if they were not mixed in by
-            `mix_in`, so that it cannot be checked that a run draws them.
+        canaries: all canaries.
+        inside: bool [canaries], which of them are in the data set.
+        collate_fn: as in a DataLoader.
+        coins: name of the coins, by which the engine recognizes the data set. None if `mix_in` did not
+            make the data set; then fastclip cannot check that a run samples the canaries.
 
     Raises:
-        ArgumentError: coins that are not one a canary.
+        ArgumentError: there is not one coin per canary.
     """
 
     def __init__(
@@ -508,17 +514,17 @@ class OwnRun:
         self, model: nn.Module, losses: Losses, *, before: nn.Module | None = None,
         batch_size: int = 256,
     ) -> Tensor:  # fmt: skip
-        """How much lower each canary's loss is than it was, [canaries]; of what anybody can see.
+        """Computes by how much training lowered each canary's loss, [canaries], from the weights alone.
 
         Args:
-            model: after training, itself or a copy of it; it is read in evaluation mode. `report` takes
-                the scores with its engine only.
-            losses: of each sample of a batch.
-            before: the model at its start; None takes the loss alone, which tells less.
+            model: the trained model or a copy of it, evaluated in evaluation mode. `report` accepts the
+                scores only with its engine.
+            losses: (model, batch) -> the loss of each sample, [b].
+            before: the model before training; None uses the loss alone, which reveals less.
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentError: losses that are not one a sample, or `before` is `model`.
+            ArgumentError: the losses are not one per sample, or `before` is `model`.
         """
         size = whole("batch_size", batch_size, 1)
         own = {id(p) for p in model.parameters() if p.requires_grad}
@@ -537,22 +543,23 @@ class OwnRun:
     def watch(
         self, model: nn.Module, optimizer: Any, losses: Losses, *, batch_size: int = 256
     ) -> None:
-        """Score canaries by every noisy gradient that is released; what an observer of the run can see.
+        """Scores canaries by every noisy gradient that is released, as an observer of the run could.
 
-        A score is the sum over steps of the canary's gradient times the noisy gradient. It takes one
-        pass in forward mode over all canaries a step. `gradient_scores` returns them.
+        A score is the sum over steps of the inner product of the canary's gradient and the noisy
+        gradient. It takes one pass in forward mode over all canaries per step. `gradient_scores`
+        returns the scores.
 
         Args:
             model: as make_private returned it.
             optimizer: as make_private returned it.
-            losses: of each sample of a batch, by operators that have a derivative in forward mode. They
-                are given a copy of the model in evaluation mode, at the weights and buffers of the
-                step; what else the model keeps (numbers, switches) is that of now.
+            losses: (model, batch) -> the loss of each sample, [b], by operators with a derivative in
+                forward mode. It gets a copy of the model in evaluation mode, with the weights and
+                buffers of the step. Other state of the model (numbers, switches) is that of this call.
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentTypeError, ArgumentError: for another optimizer, a second run, or one that does not
-                draw from the data set that `mix_in` returned.
+            ArgumentTypeError, ArgumentError: for another optimizer, a second run, or a run that does not
+                sample from the data set that `mix_in` returned.
         """
         if self._watch is not None:
             raise ArgumentError(
@@ -567,10 +574,10 @@ class OwnRun:
 
     @property
     def gradient_scores(self) -> Tensor:
-        """[canaries], of the steps since `watch`.
+        """The scores of the steps since `watch`, [canaries].
 
         Raises:
-            ArgumentError: it was not called, no step was taken since, or it was not shown all of them.
+            ArgumentError: `watch` was not called, no step was taken since, or some were not watched.
         """
         if self._watch is None:
             raise ArgumentError(
@@ -601,23 +608,23 @@ class OwnRun:
         significance: float = 0.05,
         reports: int = 1,
     ) -> Report:
-        """The lower bound that the scores prove, beside epsilon that the engine states.
+        """Reports the lower bound that the scores prove, alongside the epsilon of the engine.
 
-        The best of several bounds is not a bound at the same significance: scores of several kinds, or
-        times, or several deltas, are announced in the first report and share it.
+        The best of several bounds is not a bound at the same significance. Announce several kinds of
+        scores, times or deltas in the first report, and they share the significance.
 
         Args:
-            engine: of the run, whose claim is for samples that are added or removed: sample_rate and
-                expected_batch_size were given.
-            scores: one a canary, [canaries]; higher says "in".
-            delta: of the claim, in (0, 1).
-            significance: probability that a bound is wrong, or one of all `reports`, in (0, 0.5); the
-                same in each report of these coins.
-            reports: how many will be made of these coins, the same in each.
+            engine: the engine of the run. Its claim must be for samples that are added or removed, so
+                sample_rate and expected_batch_size were given.
+            scores: one score per canary, [canaries]; a higher score means "in".
+            delta: delta of the claim, in (0, 1).
+            significance: probability that a bound, or one of all `reports`, is wrong, in (0, 0.5). It is
+                the same in each report of these coins.
+            reports: number of reports that will be made of these coins, the same in each.
 
         Raises:
-            ArgumentError, ArgumentTypeError: other shapes, NaN, all scores equal, values out of range;
-                another engine; a report that was not announced.
+            ArgumentError, ArgumentTypeError: other shapes, NaN, equal scores, values out of range,
+                another engine, or a report that was not announced.
         """
         significance = between("significance", significance, 0, 0.5)
         delta, reports = between("delta", delta, 0, 1), whole("reports", reports, 1)
@@ -638,7 +645,7 @@ class OwnRun:
         self._scored.check(
             given, [run.grad_state.names for run in engine._runs if run.grad_state is not None]
         )
-        looked_at = self._announced.check(given, delta, significance, reports)
+        digest_of_report = self._announced.check(given, delta, significance, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
         report = Report(
             claimed=engine.get_epsilon(delta), delta=delta, significance=significance,
@@ -647,7 +654,7 @@ class OwnRun:
             auroc=auditor.attack_auroc(), tpr=auditor.tpr_at_given_fpr(0.01),
             canaries=len(inside), inside=int(inside.sum()), neighbors=neighbors, reports=reports,
         )  # fmt: skip
-        self._announced.seen(looked_at, significance, reports)
+        self._announced.seen(digest_of_report, significance, reports)
         return report
 
     def _batches(self, batch_size: int) -> Iterator[tuple[int, Any]]:

@@ -10,8 +10,8 @@
     trainer.fit(Classifier(engine), DPLightningDataModule(data))
 
 The engine must not be one of the module's hyperparameters. One batch is one release, so
-`accumulate_grad_batches` raises an error. On several processes (docs/distributed.md) the batch of a plain
-loader is the batch of all processes together.
+`accumulate_grad_batches` raises an error. On several processes (docs/distributed.md) the batch of a
+plain loader is the batch of all processes together.
 """
 
 from __future__ import annotations

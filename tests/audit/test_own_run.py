@@ -185,7 +185,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match="64 samples or more, got 63"):
         mix_in(rows(), canaries(63))
     _, audit = mix_in(rows(), canaries())
-    with pytest.raises(ArgumentError, match=r"call watch\(...\) first"):
+    with pytest.raises(ArgumentError, match=r"Call watch\(...\) first"):
         audit.gradient_scores  # noqa: B018
     with pytest.raises(ArgumentError, match=r"one loss per sample, \[256\], got shape \(\)"):
         audit.loss_scores(nn.Linear(D, 1), lambda model, batch: losses(model, batch).mean())
