@@ -1,4 +1,4 @@
-"""check_rule: is a layer's rule exact, in every way in which the engine may call it?"""
+"""`check_rule`: checks a layer's rule in every way in which the engine may call it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEWEST = 3
 
 @dataclass(frozen=True)
 class _Case:
-    """One way of calling: what is done to the layer and to its input."""
+    """One way of calling the layer: changes of the layer and of its input."""
 
     name: str
     x: Tensor
@@ -39,8 +39,8 @@ class _Case:
     change: Callable[[nn.Module], None] = field(default=lambda module: None)
     needs_grad: bool = True
     twice: bool = False
-    spread: bool = False
-    """Entries of the input do not lie side by side."""
+    strided: bool = False
+    """Whether the input is not contiguous."""
     quantile: float = 0.5
     factor: float = 1.0
     planner: Planner | None = None
@@ -62,12 +62,12 @@ def check_rule(
     module: nn.Module, x: Tensor, *, batch_first: bool = True,
     tolerances: dict[torch.dtype, float] | None = None,
 ) -> RuleCheck:  # fmt: skip
-    """Compare a layer's rule with one sample at a time by ordinary autograd.
+    """Compares a layer's rule with standard autograd on one sample at a time.
 
-    Output, input gradient, norms and clipped sums: for all samples of `x`, for 0, 1 and 3 of them,
-    an input that needs no gradient or is not contiguous, each parameter trained alone, no bias,
-    called twice in one pass (records are joined), thresholds below and above all norms, and planners
-    that keep everything or nothing; in float64 and float32. The module is left as it was.
+    It compares output, input gradient, norms and clipped sums, in float64 and float32. Cases are all
+    samples of `x`, and 0, 1 and 3 of them; an input that needs no gradient or is not contiguous; each
+    parameter trained alone; no bias; two calls in one pass; thresholds below and above all norms; and
+    planners that keep everything or nothing. The module is unchanged.
 
     Examples:
         >>> check_rule(MyScale(8), torch.randn(4, 5, 8)).raise_if_wrong()
@@ -75,14 +75,14 @@ def check_rule(
     Args:
         module: a layer of a class that has a rule (`fastclip.rules.register_rule`).
         x: its input, at least 3 different samples along axis 0.
-        batch_first: False: samples lie along axis 1 of the input and the output.
-        tolerances: relative, by type; the types are those that are tried.
+        batch_first: if False, samples lie along axis 1 of the input and the output.
+        tolerances: relative tolerance by dtype; these dtypes are tested.
 
     Returns:
         A RuleCheck, with `ok`, `rows` and `findings`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for another input, or a module without a rule.
+        ArgumentError, ArgumentTypeError: the input has another form, or the module has no rule.
     """
     axis = 0 if batch_first else 1
     if not isinstance(x, Tensor):
@@ -118,7 +118,7 @@ def _cases(module: nn.Module, x: Tensor, axis: int) -> Iterator[_Case]:
             yield case(f"{size} samples", x=some)
     if x.is_floating_point():
         yield case("input without gradient", needs_grad=False)
-    yield case("input not contiguous", spread=True)
+    yield case("input not contiguous", strided=True)
     if len(trained) > 1:
         for name in sorted(trained):
             yield case(f"{name} alone", trained=frozenset({name}))
@@ -138,7 +138,7 @@ def _drop_bias(module: nn.Module) -> None:
 def _runs(
     module: nn.Module, x: Tensor, change: Callable[[nn.Module], None] = lambda module: None
 ) -> bool:
-    """Whether the layer, by itself, can be called in this way."""
+    """Whether the layer can be called in this way without the engine."""
     twin = copy.deepcopy(module)
     change(twin)
     if not any(p.requires_grad for p in twin.parameters()):
@@ -201,7 +201,7 @@ def _inputs(case: _Case, dtype: torch.dtype) -> list[Tensor]:
     x = case.x.to(dtype) if real else case.x
     other = 0.5 * x if real else x.flip(-1) if x.dim() > 1 else x
     inputs = [x, other][: 1 + case.twice]
-    if case.spread:
+    if case.strided:
         inputs = [torch.stack([one, one], -1)[..., 0] for one in inputs]
     return [one.detach().requires_grad_(real and case.needs_grad) for one in inputs]
 
@@ -230,7 +230,7 @@ def _input_error(x: Tensor, expected: Tensor | None) -> float | None:
 
 
 class _Truth:
-    """The samples' own gradients, [b, *shape], by autograd over each alone, in float64."""
+    """Per-sample gradients, [b, *shape], by autograd on each sample alone, in float64."""
 
     def __init__(self, model: nn.Module, inputs: list[Tensor], axis: int) -> None:
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
