@@ -1,12 +1,12 @@
-"""How tight, fast and small the numerical accountant is, on a grid of runs.
+"""Measures how tight, fast and small the numerical accountant is, on a grid of runs.
 
     python -m bench.accountants               a few minutes; bench/results/accountants.json
     python -m bench.accountants --reference   tests/accounting/reference.json, which tests compare with
 
-The reference is a closed form for one step and for full batches, else dp-accounting's pessimistic
-estimate on meshes that are halved until epsilon changes by less than 0.4 % or their own rounding is
-seen. Its error is of first
-order in the mesh at worst (connect the dots), so the truth is at most the last change below it.
+The reference is a closed form for one step and for full batches. Otherwise it is dp-accounting's
+pessimistic estimate. Its mesh is halved until epsilon changes by less than 0.4 %, or until rounding
+shows. The error is at most first order in the mesh (connect the dots), so the true epsilon is at most
+the last change below the estimate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that reports as it goes: its messages one by one, its end, and a limit on both."""
+"""A child process that reports messages as it runs, with a time limit."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a step costs that no noise of the machine can touch: FLOPs, bytes, calls, allocations, memory.
+"""Measures costs of a step that machine noise cannot change: FLOPs, bytes, calls, memory.
 
     python -m bench.cost
     python -m bench.cost --workloads bert --where
 
-One step of each workload, private and not, is run under a dispatch mode. Views are not counted.
-`bytes` are those of the operands that operators read and of the results that they write; a step on a
-CPU is bound by them. What fastclip._host computes of a norm counts as one operator. `--where` says which
-function of fastclip called them. `held` is the most that is allocated at once, above the built model:
-the first look, and what an allocator keeps for later, are not in it.
+One step of each workload, private and not, runs under a dispatch mode. Views are not counted. `bytes`
+are those of the operands that operators read and of the results that they write. They limit a step on
+a CPU. The norm computations of fastclip._host count as one operator each. `--where` names the
+functions of fastclip that called the operators. `held` is the peak of allocated memory above the built
+model. It does not include the first dry run, or memory that an allocator caches.
 """
 
 from __future__ import annotations

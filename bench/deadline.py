@@ -1,4 +1,4 @@
-"""How much time is left: for a whole run, and for its parts."""
+"""The time that is left for a run and for its parts."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What privacy costs in several processes: the same batch on 1, 2 and more ranks, private and not.
+"""Measures the cost of privacy in several processes, with the same batch on 1, 2 and more ranks.
 
     python -m bench.distributed
     python -m bench.distributed --ranks 1 2 --rounds 20 --workload bert
     python -m bench.distributed --ranks 2 --fsdp --out fsdp.json
 
-The ranks of one run hold both models (ordinary DistributedDataParallel, and the same made private) and
-train them in turn, step by step, so that what else the machine does meets both. Ranks share the threads
-of the machine. Bytes are what a rank gives to the exchanges of a step (of gradients, or of sums: with
---fsdp both models gather their parameters besides, in the same way); peak memory is of processes that
-train one of the two alone.
-`on_paper` of the result is computed from sizes alone, for larger models and more ranks: not measured.
+The ranks of one run hold two models: non-private DistributedDataParallel, and the same model made
+private. They train both in turn, step by step, so other load on the machine affects both. Ranks share
+the threads of the machine. Bytes are what a rank sends in the exchanges of a step (of gradients or of
+sums). With --fsdp both models also gather their parameters, in the same way. Peak memory is of processes
+that train one of the two models alone. `on_paper` is computed from sizes alone, for larger models and
+more ranks. It is not measured.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Draws what bench.gpu_card, bench.train or bench.distributed has found.
+"""Plots the results of bench.gpu_card, bench.train or bench.distributed.
 
     python -m bench.draw bench/results/gpu-CARD.json
     python -m bench.draw bench/results/train-cpu.json --out docs/pictures/train-cpu.png
     python -m bench.draw bench/results/distributed-cpu.json
 
-Steps: bench/draw_train.py, bench/draw_distributed.py. Microbenchmarks of bench.gpu_card: one row a case,
-grouped by operation. Left: the fraction of the measured ceiling (matmul or copy, whichever limits it).
-Right, on a logarithmic scale: the time of PyTorch's and Opacus' ways over fastclip's; to the right of 1,
-fastclip is faster.
+Steps are plotted by bench/draw_train.py and bench/draw_distributed.py. Microbenchmarks of bench.gpu_card
+have one row per case, grouped by operation. On the left is the fraction of the measured ceiling (matmul
+or copy, whichever limits the case). On the right, on a logarithmic scale, is the time of PyTorch's and
+Opacus' implementations over that of fastclip. Right of 1, fastclip is faster.
 """
 
 from __future__ import annotations

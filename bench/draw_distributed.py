@@ -1,4 +1,4 @@
-"""Draws what bench.distributed found: steps of several ranks, and what larger ones come to on paper."""
+"""Plots the results of bench.distributed: measured steps of several ranks, and computed larger ones."""
 
 from __future__ import annotations
 

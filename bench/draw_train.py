@@ -1,4 +1,4 @@
-"""Draws what bench.train found: time and memory of whole steps, and where their time goes."""
+"""Plots the results of bench.train: time and memory of whole steps, and the time of their parts."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""A card's fifteen minutes: build, mended tests, whole steps, microbenchmarks, tests, in one command.
+"""Builds, tests and benchmarks a GPU in fifteen minutes, with one command.
 
     python -m bench.gpu_card --out DIR --minutes 9                   DIR/card.json and DIR/card.log
-    python -m bench.gpu_card --out DIR --minutes 5 --from OLD/card.json     goes on with what is left
+    python -m bench.gpu_card --out DIR --minutes 5 --from OLD/card.json     resumes with what is left
     python -m bench.gpu_card --out DIR --wheels wheels               with packages that the machine lacks
     python -m bench.gpu_card --out DIR --only kernels --match ghost_norm
     python -m bench.gpu_card --out DIR --rehearse                    without a card: no figures
 
-bench/gpu_card.md tells what to carry and what comes back. Everything that touches the GPU runs in
-processes of its own, which are ended at their limits. What is finished is in card.json, which is
-rewritten as results come, and is not run again. A short table comes last, also where this program is
-told to end (SIGTERM).
+bench/gpu_card.md lists what to copy there and what comes back. Everything that uses the GPU runs in
+separate processes, which are ended at their time limits. card.json is rewritten as results arrive, and
+finished parts are not run again. A short table is printed at the end, also after SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The microbenchmarks in bench.gpu_card: timed by processes that are replaced where a case ends one."""
+"""The microbenchmarks of bench.gpu_card, in processes that are replaced if a case ends them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What bench.gpu_card finds on a machine, and makes ready: wheels, facts, fastclip._C, kernels' code.
+"""Prepares a machine for bench.gpu_card: wheels, facts, fastclip._C, compiled kernels.
 
-Building and compiling keep the processors busy, and no figure is taken meanwhile. What fails is told and
-stops nothing: without fastclip._C Triton and PyTorch serve, and what was not compiled ahead is compiled
-by the process that needs it. As a program it tells the facts.
+Building and compiling keep the processors busy, so nothing is timed meanwhile. A failure is reported and
+stops nothing. Without fastclip._C, Triton and PyTorch are used. A kernel that was not compiled ahead is
+compiled by the process that needs it. Run as a program, it reports the facts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a step does on the device: its kernels, how busy they keep it, the plan, the configurations.
+"""Profiles a step on the device: its kernels, their load, the plan and the configurations.
 
-Kernels are read from the trace that torch.profiler exports, which says of each event whether it is a
+Kernels are read from the trace that torch.profiler exports. It says for each event whether it is a
 kernel, a copy or an annotation.
 """
 

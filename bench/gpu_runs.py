@@ -1,8 +1,8 @@
-"""The whole steps in bench.gpu_card: what is run, in which order, by processes that come and go.
+"""Runs the whole steps of bench.gpu_card: their list, their order and their processes.
 
-A process takes one model in one mode through the ways to run its step (bench.gpu_ways), and tells each
-part as it comes. Where a way fails, hangs or ends the process, another one takes the ways that are left.
-Several are alive at once and have the device in turns: while one compiles, another is timed.
+A process takes one model in one mode through the ways to run its step (bench.gpu_ways), and reports each
+part as it finishes. If a way fails, hangs or ends the process, another process takes the remaining ways.
+Several processes are alive at once and use the device in turns: while one compiles, another is timed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whole training steps on a GPU: the process in which bench.gpu_card times one model in one mode.
+"""Times whole training steps on a GPU, one model in one mode per process, for bench.gpu_card.
 
-It tells what it has found part by part. Every mode trains the same model on the same random data with
-SGD(momentum 0.9); the private ones are those of bench.workloads. Kernels are tuned by a step of the very
-batch that is timed.
+The process reports its results part by part. Every mode trains the same model on the same random data
+with SGD(momentum 0.9). The private modes are those of bench.workloads. Kernels are tuned by a step of
+the batch that is timed.
 """
 
 from __future__ import annotations

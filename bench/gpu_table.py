@@ -1,6 +1,6 @@
-"""The table that bench.gpu_card prints last: at most 76 lines of 170 columns, 11,700 characters in all.
+"""The table that bench.gpu_card prints last, at most 76 lines of 170 columns and 11,700 characters.
 
-Many a machine shows no more than 12,000.
+Many machines show no more than 12,000 characters.
 """
 
 from __future__ import annotations

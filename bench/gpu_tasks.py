@@ -1,4 +1,4 @@
-"""The models, data and modes whose whole training steps bench.gpu_card times, full size or tiny."""
+"""The models, data and modes of whole training steps in bench.gpu_card, full size or tiny."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The kernel tests on the GPU, under a time limit; also the pytest plugin that reports them.
+"""Runs the kernel tests on the GPU under a time limit; also the pytest plugin that reports them.
 
-With `-p bench.gpu_tests`, each test's start and end is a line in the file that BENCH_TEST_REPORT
-names, so that a run which is cut off still tells what passed, what failed and what was running. The
-plugin takes each kernel's first configuration (searching among several at every odd shape of a test
-would take many minutes; benchmarks check the tuned kernels), and skips what follows in a process
-whose CUDA context a test has destroyed.
+With `-p bench.gpu_tests`, the start and end of each test are lines in the file that BENCH_TEST_REPORT
+names. A run that is cut off then still shows what passed, what failed and what was running. The plugin
+takes the first configuration of each kernel. Searching at every odd shape of a test would take many
+minutes, and benchmarks check the tuned kernels. It skips the remaining tests of a process after a test
+has destroyed its CUDA context.
 """
 
 from __future__ import annotations

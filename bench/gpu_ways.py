@@ -1,8 +1,8 @@
-"""The ways to run a training step in bench.gpu_card: as it is, as CUDA graphs, compiled whole.
+"""The ways to run a training step in bench.gpu_card: eager, as CUDA graphs, compiled whole.
 
-A private step that is captured or compiled is that of `engine.make_step`. An ordinary one is recorded by
-the same recorders, or is what `torch.compile` makes of forward pass and loss. The optimizer runs as it
-is, in every way.
+A private step that is captured or compiled uses `engine.make_step`. A non-private one is recorded by
+the same recorders, or compiled by `torch.compile` (forward pass and loss). The optimizer always runs
+eagerly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The models whose steps bench.host looks at, on a GPU that computes nothing, at full size.
+"""The models of bench.host, at full size, on a GPU that computes nothing.
 
-Where samples are needs values, which that GPU has not: `fastclip` takes over what the engine finds out
-about a small twin on the CPU, of the same modules.
+Locating the batch axis needs values, which that GPU does not have. `fastclip` therefore takes over what
+the engine finds for a small twin of the same modules on the CPU.
 """
 
 from __future__ import annotations

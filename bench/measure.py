@@ -1,4 +1,4 @@
-"""What a benchmark measures besides time: memory of this process, the machine, the libraries."""
+"""Measures memory of this process, and describes the machine and the libraries."""
 
 from __future__ import annotations
 

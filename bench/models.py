@@ -1,4 +1,4 @@
-"""The networks of the benchmarks, built offline and free of in-place operations.
+"""The networks of the benchmarks, built offline and without in-place operations.
 
 Index letters: b sample, c channel, h and w pixel, t position, k class.
 """

@@ -1,11 +1,11 @@
-"""What noise and materialised clipping cost on the CPU, side by side in one run.
+"""Measures the cost of noise and of materialized clipping on the CPU, side by side in one run.
 
     python -m bench.noise
 
-Three questions: what a secure normal costs beside `torch.randn`; what the noise of one step on
-BERT-base's parameters costs beside Opacus' loop over them; what clipping materialised per-sample
-gradients costs beside Opacus' `clip_and_accumulate`. One core unless told otherwise: the ways take
-turns, ratios are of their medians.
+It compares a secure normal with `torch.randn`, the noise of one step on BERT-base's parameters with
+Opacus' loop over them, and clipping of materialized per-sample gradients with Opacus'
+`clip_and_accumulate`. It uses one core by default. The implementations take turns, and ratios are of
+their medians.
 """
 
 from __future__ import annotations

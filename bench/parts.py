@@ -1,12 +1,12 @@
-"""Where the time of a training step goes, part by part, private and not.
+"""Measures the time of a training step part by part, private and not.
 
-The functions that make up a step are wrapped from outside while it is measured; what a wrapped function
-takes, less what wrapped functions in it take, is its part's. On a CPU a call returns when its work is
-done, so the parts of a step add up to it.
+The functions of a step are wrapped from outside while it is measured. The time of a part is the time
+of its wrapped functions, without that of wrapped functions inside them. On a CPU a call returns when
+its work is done, so the parts of a step add up to it.
 
-PyTorch computes the gradients of inputs and of weights in one call. Ordinary training is therefore
-run a second time with all parameters frozen, from the output of the first layer on: its backward
-pass is that of the input gradients alone, and the difference is that of the weights'.
+PyTorch computes the gradients of inputs and of weights in one call. Non-private training is therefore
+run a second time with all parameters frozen, from the output of the first layer on. Its backward pass
+is that of the input gradients alone, and the difference is that of the weight gradients.
 """
 
 from __future__ import annotations

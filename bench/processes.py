@@ -1,4 +1,4 @@
-"""Runs one measurement in a fresh process, so that no run inherits another's memory or caches."""
+"""Runs one measurement in a fresh process, so no run inherits another's memory or caches."""
 
 from __future__ import annotations
 

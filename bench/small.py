@@ -1,15 +1,15 @@
-"""What a private step of a small model costs the host: seconds of the processor, and calls.
+"""Measures the host cost of a private step of a small model: CPU seconds and calls.
 
     python -m bench.small
     python -m bench.small --models mlp --rounds 100
     python -m bench.small --models bert_256 --rounds 15
 
-Models of many small layers, batches of 8, on one thread of the CPU; bert_256 is of a realistic size.
-Modes, each in a process of its own: an ordinary step; one of torch.compile(model); one that is traced
-and compiled whole, with its optimizer; a private step; a private one whose layers are no nodes of C++
-(fastclip._step); one of torch.compile(private model); and one compiled whole (engine.make_step). Of each
-the least and the median CPU time, how often Python enters a function of Python or of C, and the seconds
-of the first steps.
+The models have many small layers, with batches of 8, on one thread of the CPU. bert_256 has a
+realistic size. Each mode runs in its own process: a non-private step ("ordinary"), one of
+torch.compile(model), and one that is traced and compiled whole with its optimizer; a private step, one
+without C++ nodes (fastclip._step), one of torch.compile(private model), and one compiled whole
+(engine.make_step). Each has the smallest and the median CPU time, the number of calls of Python and C
+functions from Python, and the seconds of the first steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a clipping strategy itself costs in a step, as a share of a ResNet-18 step on the CPU.
+"""Measures the cost of a clipping strategy in a step, as a share of a ResNet-18 step on the CPU.
 
     python -m bench.strategies
 
-A strategy's own calls are, in each backward pass, norms to scales and counts; in each real step,
+A strategy's own calls are, in each backward pass, norms to scales and counts. In each real step they are
 noise on the counts, new thresholds, sensitivity and noise level. They are timed on squared norms of
-ResNet-18's 62 parameter tensors for 32 samples; the whole step in a process of its own, in the same
-run. `flat` shows what any strategy costs.
+ResNet-18's 62 parameter tensors for 32 samples. The whole step runs in its own process, in the same run.
+`flat` shows the cost of any strategy.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What clipping by units costs beside clipping the same rows one by one, in whole training steps.
+"""Measures the cost of clipping by privacy units, compared with clipping the same samples one by one.
 
     python -m bench.units
 
-One process holds, for every way to say whose the rows are, a private model of the same weights; in every
-round each takes a step on the same batch, in turn, so that what else runs on the machine meets all of
-them. Units have 4 rows in the mean, 1 to 7 each; `adjacent` has a unit's rows one behind the other, as a
-sampler of units draws them, `scattered` in any order.
+One process holds a private model of the same weights for every layout of the units. In every round
+each model takes a step on the same batch, in turn, so other load on the machine affects all of them.
+Units have 4 samples on average, 1 to 7 each. In `adjacent` the samples of a unit follow each other, as
+in a sampler of units. In `scattered` they come in any order.
 """
 
 from __future__ import annotations
