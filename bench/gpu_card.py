@@ -58,7 +58,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, default=os.environ.get("FASTCLIP_WHEELS"),
                         help="folder of *.whl that this machine lacks (FASTCLIP_WHEELS)")  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts; all")
-    parser.add_argument("--match", default="", help="steps and microbenchmarks whose name holds it")
+    parser.add_argument(
+        "--match", default="", help="run steps and microbenchmarks with this text in their name"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU: no figures")
     options = parser.parse_args(arguments)
     options.wheels = None if options.wheels is None else Path(options.wheels)
@@ -196,7 +198,7 @@ def unset(*names: str) -> Iterator[None]:
 
 
 class Ended(BaseException):
-    """This program was told to end."""
+    """Raised when this program gets SIGTERM."""
 
 
 def _end(*_: Any) -> None:
@@ -204,7 +206,7 @@ def _end(*_: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write card.json, print the table; 0 where all went well."""
+    """Measures, writes card.json and prints the table; returns 0 if all went well."""
     options = parse(arguments)
     if arguments is None:
         signal.signal(signal.SIGTERM, _end)
@@ -218,7 +220,7 @@ def run(card: Card, trouble: str | None = None) -> int:
     """What :func:`main` does in the environment that it has prepared.
 
     Args:
-        trouble: what is wrong with the wheels.
+        trouble: the problem with the wheels.
     """
     result, rehearsal = card.result, card.options.rehearse
     earlier = result.get("card")

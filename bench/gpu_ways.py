@@ -36,7 +36,7 @@ class NotThisWay(Exception):
 class Turn:
     """The device, which one process has at a time; while it only compiles, another has it.
 
-    Whether it waits is told, so that no limit counts it.
+    It reports whether it waits, so no time limit counts it.
 
     Args:
         path: a file that all have in common; None: there are no others.
@@ -154,7 +154,7 @@ def _private(trainer: Trainer, way: str, compiler: Compiler) -> Callable[[], Ten
 
 
 class Recorded:
-    """An ordinary step whose forward pass, loss and backward pass are recorded once.
+    """A non-private step whose forward pass, loss and backward pass are recorded once.
 
     Args:
         recorder: of CUDA graphs, or of graphs to be compiled.

@@ -54,7 +54,7 @@ def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Seconds of each of so many steps in every mode, which take turns; no garbage is collected.
 
     Seconds of a processor: the thread of the backward pass and that of the program wait for each
-    other, so theirs add up to the time that passes where no other program runs.
+    other, so theirs add up to the elapsed time if no other program runs.
     """
     seconds: dict[str, list[float]] = {mode: [] for mode in steps}
     gc.collect()

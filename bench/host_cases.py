@@ -19,7 +19,7 @@ from bench.models import ExplicitGpt2, SampleMeanCrossEntropy, bert, resnet50
 from bench.workloads import PRIVATE
 
 CLASSES = 10
-_KNOWN = 1 << 30  # rows: no larger batch is looked at anew
+_KNOWN = 1 << 30  # samples: no larger batch needs another dry run
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Mod
     from fastclip.samples.settings import Watch
 
     class Known(Paths):
-        """No way is looked at: where nothing is computed there is nothing to see."""
+        """Checks no way, because nothing is computed."""
 
         def next_due(self, sizes: list[int], *, turns: bool) -> bool:
             return False

@@ -39,7 +39,7 @@ Ways = dict[str, Callable[[], Any]]
 
 
 def normals() -> Ways:
-    """110 M normals; the first way is what the others are compared with."""
+    """110 M normals; the first way is the baseline."""
     out = torch.empty(VALUES)
     out.normal_()  # touches the pages
 
@@ -117,7 +117,7 @@ PARTS: dict[str, Callable[[], Ways]] = {
 
 
 def measure(ways: Ways, rounds: int, bar: tqdm) -> list[dict[str, Any]]:
-    """Quartiles of every way's seconds; the ways take turns, after a round to warm up."""
+    """Quartiles of the seconds of every way; the ways take turns, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
@@ -134,7 +134,7 @@ def measure(ways: Ways, rounds: int, bar: tqdm) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, write the JSON file and print the table."""
+    """Measures, writes the JSON file and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.noise", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=5)

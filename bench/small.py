@@ -153,7 +153,7 @@ def private_step(mode: str, model: Any, x: Tensor, y: Tensor) -> tuple[Step, Any
 
 
 def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> tuple[Step, Any]:
-    """A step that has run a few times, and the private model; None of an ordinary one."""
+    """A step that has run a few times, and the private model (None if non-private)."""
     torch.manual_seed(0)
     model: Any = build().train()
     private = None
@@ -167,7 +167,7 @@ def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> 
 
 
 def calls(step: Step) -> int:
-    """How often Python enters a function of Python or of C in a step, on any thread."""
+    """Number of calls of Python and C functions from Python in a step, on any thread."""
     found = [0]
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -184,7 +184,7 @@ def calls(step: Step) -> int:
 
 
 def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
-    """One model in one mode: beside a private model every backward pass of a process is looked at."""
+    """One model in one mode; a private model is alone, because it checks every backward pass."""
     build, inputs = MODELS[name]
     torch.manual_seed(1)
     x = inputs()
@@ -209,7 +209,7 @@ def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, write the JSON file and print the table."""
+    """Measures, writes the JSON file and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.small", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -230,7 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
         written = heading("bench.small", arguments) | {"models": results}
         args.out.write_text(json.dumps(written, indent=1) + "\n")
     print(
-        "| model | mode | first steps, s | least, ms | median, ms | of ordinary | calls | added a layer "
+        "| model | mode | first steps, s | smallest, ms | median, ms | of ordinary | calls | "
+        "added per layer "
         "| nodes |"
     )
     print("|---|---|---|---|---|---|---|---|---|")

@@ -53,7 +53,7 @@ STRATEGIES = {
 
 
 def own_seconds(strategy: clipping.Clipping, calls: int) -> float:
-    """Median seconds of the strategy's calls of one step."""
+    """Median seconds of the strategy's calls in one step."""
     torch.manual_seed(0)
     per_layer = strategy.threshold.per_layer
     state = ClippingState(strategy, [1.0] * LAYERS if per_layer else 1.0, LAYERS)
@@ -75,7 +75,7 @@ def own_seconds(strategy: clipping.Clipping, calls: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, write the JSON file and print the table."""
+    """Measures, writes the JSON file and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.strategies", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--calls", type=int, default=1000)

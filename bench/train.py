@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def child_options(options: argparse.Namespace) -> list[str]:
-    """What a child is told beside what it measures."""
+    """Options of a child in addition to what it measures."""
     given = ["--steps", str(options.steps), "--seconds", str(options.seconds)]
     return given if options.threads is None else [*given, "--threads", str(options.threads)]
 
@@ -81,7 +81,7 @@ def run_parts(options: argparse.Namespace) -> list[dict]:
 
 
 def run_tight(options: argparse.Namespace, run: Callable[..., dict] = run_module) -> list[dict]:
-    """Peak memory of few steps where large blocks go back to the system at once, by workload and mode.
+    """Peak memory of a few steps if large blocks are freed at once, by workload and mode.
 
     glibc keeps holes in its heap for blocks to come; how many depends on the order in which blocks of
     unlike sizes come and go, and says little of what a step holds.
@@ -140,7 +140,7 @@ def quiet(runs: list[dict]) -> list[dict]:
 
 
 def summarise(runs: list[dict], workload: str, mode: str) -> dict:
-    """One row of the table: medians over rounds, paired ratios, or the error."""
+    """One row of the table: medians over rounds and paired ratios, or the error."""
 
     def of(name: str) -> list[dict]:
         return [run for run in runs if run["workload"] == workload and run["mode"] == name]
