@@ -230,9 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
         written = heading("bench.small", arguments) | {"models": results}
         args.out.write_text(json.dumps(written, indent=1) + "\n")
     print(
-        "| model | mode | first steps, s | smallest, ms | median, ms | of ordinary | calls | "
-        "added per layer "
-        "| nodes |"
+        "| model | mode | first steps, s | smallest, ms | median, ms | of ordinary | calls "
+        "| added per layer | nodes |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, modes in results.items():

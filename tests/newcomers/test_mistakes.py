@@ -334,7 +334,7 @@ MISTAKES = (
     Mistake(stream, ArgumentError, "sampling"),
     Mistake(own_loader, StepError, "sampling"),
     Mistake(own_optimizer, StepError, "optimizers"),
-    Mistake(doubled_batch, BatchSizeError, "data-order"),
+    Mistake(doubled_batch, BatchSizeError, "sampling"),
     Mistake(step_before_backward, StepError, "step-order"),
     Mistake(no_zero_grad, StepError, "step-order"),
     Mistake(two_backward_passes, StepError, "step-order"),
