@@ -1,1 +1,1 @@
-"""Benchmarks: end-to-end training and kernels, against non-private training and Opacus."""
+"""Benchmarks of end-to-end training and kernels, against non-private training and Opacus."""

@@ -1,12 +1,12 @@
-"""How tight, fast and small the numerical accountant is, on a grid of runs.
+"""Measures how tight, fast and small the numerical accountant is, on a grid of runs.
 
     python -m bench.accountants               a few minutes; bench/results/accountants.json
     python -m bench.accountants --reference   tests/accounting/reference.json, which tests compare with
 
-The reference is a closed form for one step and for full batches, else dp-accounting's pessimistic
-estimate on meshes that are halved until epsilon changes by less than 0.4 % or their own rounding is
-seen. Its error is of first
-order in the mesh at worst (connect the dots), so the truth is at most the last change below it.
+The reference is a closed form for one step and for full batches. Otherwise it is dp-accounting's
+pessimistic estimate. Its mesh is halved until epsilon changes by less than 0.4 %, or until rounding
+shows. The error is at most first order in the mesh (connect the dots), so the true epsilon is at most
+the last change below the estimate.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ DELTAS = (1e-12, 1e-8, 1e-5, 1e-2)
 GRID = [*itertools.product(SIGMAS, RATES, STEPS, DELTAS)]
 _SECONDS, _POINTS = 60, 2**23
 _ROUNDED = 1e-5
-"""Of the composition's mass, that dp-accounting's rounding may add."""
+"""Probability mass that dp-accounting's rounding may add to a composition."""
 _HIDDEN = 1e-15
-"""Of delta, by which each step's rounding may change dp-accounting's transform."""
+"""Delta by which the rounding of each step may change dp-accounting's transform."""
 
 
 def closed_form(sigma: float, rate: float, steps: int, delta: float) -> float | None:
-    """The tight epsilon, or None where none is known."""
+    """The tight epsilon in closed form, or None if there is none."""
     if rate == 1:
         return _solved(lambda eps: _gaussian(eps, math.sqrt(steps) / sigma) - math.log(delta))
     if steps == 1:
@@ -84,7 +84,7 @@ def _one_step(eps: float, sigma: float, rate: float) -> float:
 
 
 def reference(run: Run) -> dict[str, Any] | None:
-    """Bounds of a run's epsilon that do not come from fastclip; None where they cost too much."""
+    """Bounds of a run's epsilon from outside fastclip; None if they cost too much."""
     sigma, rate, steps, delta = run
     row: dict[str, Any] = {"sigma": sigma, "rate": rate, "steps": steps, "delta": delta}
     exact = closed_form(*run)
@@ -115,7 +115,7 @@ def reference(run: Run) -> dict[str, Any] | None:
 
 
 def write_reference() -> None:
-    """The closed forms of the grid, every third, and of the rest a sample that is fixed."""
+    """The reference for closed forms of the grid, and for a fixed random part of the rest."""
     closed = [run for run in GRID if run[1] == 1 or run[2] == 1][::5]
     other = [run for run in GRID if run[1] != 1 and run[2] != 1]
     drawn = np.random.default_rng(0).permutation(len(other))
@@ -128,7 +128,12 @@ def write_reference() -> None:
             print(len(rows), row, flush=True)
         if len(rows) == 160:
             break
-    for sigma, rate, steps, delta in near:  # so near 1 that the steps are those of full batches
+    for (
+        sigma,
+        rate,
+        steps,
+        delta,
+    ) in near:  # so close to 1 that the steps equal those of full batches
         row = reference((sigma, 1.0, steps, delta)) or {}
         rows.append({**row, "rate": rate, "how": "closed form of rate 1"})
     text = ",\n".join(json.dumps(row) for row in rows)
@@ -136,7 +141,7 @@ def write_reference() -> None:
 
 
 def _measured(run: Run) -> tuple[float, float, float]:
-    """(epsilon, seconds of one core, MiB beyond the import) of a run, in a process of its own."""
+    """(epsilon, seconds of one core, MiB beyond the import) of a run, in its own process."""
     sigma, rate, steps, delta = run
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
@@ -146,7 +151,7 @@ def _measured(run: Run) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measure, or write the reference."""
+    """Measures, or writes the reference."""
     parser = argparse.ArgumentParser(prog="python -m bench.accountants")
     parser.add_argument("--reference", action="store_true", help="write what tests compare with")
     parser.add_argument("--out", type=Path, default=OUT)

@@ -1,4 +1,4 @@
-"""A process that reports as it goes: its messages one by one, its end, and a limit on both."""
+"""A child process that reports messages as it runs, with a time limit."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ KEPT_LINES = 30
 
 
 class Child:
-    """`python *arguments`, from the repository root, in a process group of its own.
+    """Runs `python *arguments` from the repository root, in its own process group.
 
-    What it prints after `MARK` are its messages, one JSON line each (`tell`); of everything else it
-    prints the last lines are kept in `said`. It is killed, with every process it has started, when
-    the block or this program ends.
+    Lines after `MARK` are its messages, in JSON (`tell`). The last lines of other output are kept in
+    `said`. It is killed, with every process that it started, when the block or this program ends.
 
     Args:
-        arguments: of the interpreter: ["-m", module, ...].
+        arguments: arguments of the interpreter: ["-m", module, ...].
         environment: variables to set; None removes one.
     """
 
@@ -71,14 +70,14 @@ class Child:
         self._messages.put(None)
 
     def send(self, job: Mapping) -> None:
-        """One JSON line to its standard input, which then ends."""
+        """Sends one JSON line to its standard input, and closes it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died: `message` will say so
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.close()
 
     def message(self, limit: float) -> dict | None:
-        """Its next message; None when it has ended.
+        """Returns its next message, or None if it has ended.
 
         Raises:
             TimeoutError: there was none within `limit` seconds.
@@ -97,7 +96,7 @@ class Child:
         return True
 
     def death(self) -> dict[str, str]:
-        """Why it ended, for the report: {"error", "detail"}."""
+        """The reason why it ended, for the report: {"error", "detail"}."""
         self.wait(5.0)
         code = self._process.returncode
         reason = "it does not end" if code is None else f"exit {code}"
@@ -108,7 +107,7 @@ class Child:
         return {"error": f"ProcessDied: {reason}", "detail": " ".join(last)}
 
     def kill(self) -> None:
-        """End it and what it has started: ninja gives its compilers process groups of their own."""
+        """Ends it and all that it started; ninja gives its compilers their own process groups."""
         with contextlib.suppress(psutil.Error):
             for started in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
@@ -132,17 +131,17 @@ class Child:
 
 
 def tell(message: Mapping) -> None:
-    """In the child: one message to the parent."""
+    """Sends one message from the child to the parent."""
     print(MARK + json.dumps(message), flush=True)
 
 
 def job() -> dict:
-    """In the child: what the parent sent."""
+    """Returns, in the child, what the parent sent."""
     return json.loads(sys.stdin.readline() or "{}")
 
 
 def write(path: Path, content: Mapping) -> None:
-    """JSON at `path`, replaced in one piece: a reader never finds half of it."""
+    """Writes JSON to `path` atomically, so a reader never finds half of it."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(path)

@@ -1,13 +1,13 @@
-"""What a step costs that no noise of the machine can touch: FLOPs, bytes, calls, allocations, memory.
+"""Measures costs of a step that machine noise cannot change: FLOPs, bytes, calls, memory.
 
     python -m bench.cost
     python -m bench.cost --workloads bert --where
 
-One step of each workload, private and not, is run under a dispatch mode. Views are not counted.
-`bytes` are those of the operands that operators read and of the results that they write; a step on a
-CPU is bound by them. What fastclip._host computes of a norm counts as one operator. `--where` says which
-function of fastclip called them. `held` is the most that is allocated at once, above the built model:
-the first look, and what an allocator keeps for later, are not in it.
+One step of each workload, private and not, runs under a dispatch mode. Views are not counted. `bytes`
+are those of the operands that operators read and of the results that they write. They limit a step on
+a CPU. The norm computations of fastclip._host count as one operator each. `--where` names the
+functions of fastclip that called the operators. `held` is the peak of allocated memory above the built
+model. It does not include the first dry run, or memory that an allocator caches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS = ("flops", "bytes", "calls", "allocations", "held")
 
 
 class Cost(TorchDispatchMode):
-    """Counts the operators that run inside, from all parts of the program.
+    """Counts the operators that run inside, from the whole program.
 
     Attributes:
         total: FLOPs (of products, as torch counts them), bytes, calls and allocations (results in
@@ -80,7 +80,7 @@ class Cost(TorchDispatchMode):
         return out
 
     def count_loop(self, name: str, args: tuple, out: Any) -> None:
-        """What fastclip._host has computed, which is no operator of torch; its results are there."""
+        """Counts a computation of fastclip._host, which is no operator of torch, with its results."""
         self._count(LOOP_FLOPS[name](*args), [*_tensors(args), *_tensors(out)], 0)
 
     def _count(self, flops: int, moved: list[Tensor], allocations: int) -> None:
@@ -118,16 +118,16 @@ LOOP_FLOPS: dict[str, Callable[..., int]] = {
     "gram_dots": lambda gram, g: _half(g),
     "gram_norms": _halves,
     "parted_sum": lambda parts, scale: 2 * sum(map(Tensor.numel, parts)),
-    "layer_norm_backward": lambda *args: 0,  # as torch counts what is no product of matrices
+    "layer_norm_backward": lambda *args: 0,  # torch counts only matrix products
     "group_norm_backward": lambda *args: 0,
     "patch_products": lambda *args: 0,
 }
-"""Floating-point operations of what fastclip._host computes of a norm, as torch counts its own."""
+"""FLOPs of the norm computations of fastclip._host, counted as in torch."""
 
 
 @contextmanager
 def _loops_counted(cost: Cost) -> Iterator[None]:
-    """Inside, loops of fastclip._host are counted, too."""
+    """Counts the loops of fastclip._host while the context is open."""
     loops = dispatch._load("host")
     real = {name: loops[name] for name in LOOP_FLOPS.keys() & loops}
 
@@ -148,7 +148,7 @@ def _loops_counted(cost: Cost) -> Iterator[None]:
 
 
 def _is_view(func: Any) -> bool:
-    """It returns another look at an argument, or only asks for something."""
+    """Whether the operator returns a view of an argument, or only a property."""
     returns = func._schema.returns
     views = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
     return not returns or all(views) or func.namespace == "prim"
@@ -159,13 +159,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _size(x: Tensor) -> int:
-    """Bytes that hold its entries: those of an expanded tensor once."""
+    """Bytes of its entries, with those of an expanded tensor counted once."""
     expanded = [n for n, stride in zip(x.shape, x.stride(), strict=True) if stride == 0 and n]
     return x.numel() * x.element_size() // torch.Size(expanded).numel()
 
 
 _OF_ALL = frozenset((dispatch.__file__, noted.__file__, torch_names.__file__))
-"""Where every operation of a kind passes through, whoever called it."""
+"""Functions that every operation of a kind passes through, whatever its caller."""
 
 
 def _caller() -> str:
@@ -180,14 +180,14 @@ def _caller() -> str:
 
 
 def step_cost(step: Callable[[], Any]) -> Cost:
-    """What `step` costs."""
+    """Measures the cost of `step`."""
     with Cost() as cost, _loops_counted(cost):
         step()
     return cost
 
 
 def most_held(step: Callable[[], Any], built: Mapping[int, UntypedStorage]) -> int:
-    """The most bytes that are allocated at once in a step that follows another.
+    """The peak of allocated bytes in a step that follows another.
 
     Args:
         built: what `held_now` found before, which does not count. That it is kept alive in here is
@@ -210,8 +210,10 @@ def most_held(step: Callable[[], Any], built: Mapping[int, UntypedStorage]) -> i
 
 
 def held_now() -> dict[int, UntypedStorage]:
-    """Memory of all tensors that Python has met, by address, where no graph is alive: a gradient that
-    nobody, not even an optimizer, has looked at is not among them."""
+    """Memory of all tensors known to Python, by address, while no graph is alive.
+
+    A gradient that no Python code has read, not even an optimizer, is not among them.
+    """
     gc.collect()
     found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     storages = [x.untyped_storage() for x in found if _is_plain(x)]
@@ -219,7 +221,7 @@ def held_now() -> dict[int, UntypedStorage]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """It has memory of its own on the CPU: not what a transform of torch.func has left, for one."""
+    """Whether it has its own memory on the CPU, unlike a leftover of a torch.func transform."""
     try:
         return x.device.type == "cpu" and x.layout is torch.strided and x.data_ptr() >= 0
     except RuntimeError:
@@ -227,7 +229,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
-    """Costs of a step of this workload, not private and private, after some to warm up.
+    """Costs of a non-private and a private step of this workload, after warm-up steps.
 
     Returns:
         non_private, fastclip: by kind. ratio: of the two. places: of fastclip's, by function.
@@ -255,7 +257,7 @@ def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
 
 
 def table(rows: list[dict], *, where: bool) -> str:
-    """A line for each workload: ratios, and operator calls; with `where`, the functions as well."""
+    """The table: one line per workload with ratios and operator calls; with `where`, functions too."""
     lines = [f"{'':<16}" + "".join(f"{kind:>13}" for kind in KINDS)]
     for row in rows:
         ratios = "".join(f"{row['ratio'][kind]:>12.2f}x" for kind in KINDS)
@@ -268,12 +270,14 @@ def table(rows: list[dict], *, where: bool) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count, print the table and write the JSON file."""
+    """Counts, prints the table and writes the JSON file."""
     parser = argparse.ArgumentParser(prog="python -m bench.cost", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=DEFAULT)
-    parser.add_argument("--batch-size", type=int, help="rows of a step (default: the workload's)")
-    parser.add_argument("--where", action="store_true", help="show the functions that call")
+    parser.add_argument("--batch-size", type=int, help="samples per step (default: the workload's)")
+    parser.add_argument(
+        "--where", action="store_true", help="show the functions that call the operators"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""How much time is left: for a whole run, and for its parts."""
+"""The time that is left for a run and for its parts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Deadline:
         self._end = clock() + seconds
 
     def left(self) -> float:
-        """Seconds until then, 0 after it."""
+        """Seconds left, 0 after the deadline."""
         return max(self._end - self.clock(), 0.0)
 
     def part(self, share: float) -> Deadline:
-        """The moment when `share` of the time that is left now has passed."""
+        """The deadline after `share` of the time that is left now."""
         return Deadline(self.left() * share, self.clock)
 
     def within(self, seconds: float) -> Deadline:
-        """`seconds` from now, or this moment where that is earlier."""
+        """The deadline in `seconds`, or this one if it is earlier."""
         return Deadline(min(self.left(), seconds), self.clock)

@@ -1,15 +1,15 @@
-"""What privacy costs in several processes: the same batch on 1, 2 and more ranks, private and not.
+"""Measures the cost of privacy in several processes, with the same batch on 1, 2 and more ranks.
 
     python -m bench.distributed
     python -m bench.distributed --ranks 1 2 --rounds 20 --workload bert
     python -m bench.distributed --ranks 2 --fsdp --out fsdp.json
 
-The ranks of one run hold both models (ordinary DistributedDataParallel, and the same made private) and
-train them in turn, step by step, so that what else the machine does meets both. Ranks share the threads
-of the machine. Bytes are what a rank gives to the exchanges of a step (of gradients, or of sums: with
---fsdp both models gather their parameters besides, in the same way); peak memory is of processes that
-train one of the two alone.
-`on_paper` of the result is computed from sizes alone, for larger models and more ranks: not measured.
+The ranks of one run hold two models: non-private DistributedDataParallel, and the same model made
+private. They train both in turn, step by step, so other load on the machine affects both. Ranks share
+the threads of the machine. Bytes are what a rank sends in the exchanges of a step (of gradients or of
+sums). With --fsdp both models also gather their parameters, in the same way. Peak memory is of processes
+that train one of the two models alone. `on_paper` is computed from sizes alone, for larger models and
+more ranks. It is not measured.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from fastclip.distributed import shards
 OUT = Path(__file__).resolve().parent / "results" / "distributed-cpu.json"
 MODES = ("non_private", "fastclip")
 LIMIT = 300.0
-"""Seconds until a rank says something."""
+"""Seconds to wait for a message of a rank."""
 SIZES = {"BERT-base": 110e6, "ViT-L": 304e6, "Llama-8B LoRA": 21e6, "Llama-8B": 8e9}
 """Trained parameters."""
 BANDWIDTH = 100e9
-"""Bytes a second that a rank sends, for the seconds on paper: put your own network's in its place."""
+"""Bytes per second that a rank sends, for computed times; replace it by that of your network."""
 
 
 class Training:
@@ -81,7 +81,7 @@ class Training:
             yield from held
 
     def step(self) -> float:
-        """Seconds of one step; all ranks begin together."""
+        """Takes one step, which all ranks start together, and returns its seconds."""
         x, y = next(self._batches)
         distributed.barrier()
         begun = time.perf_counter()
@@ -93,7 +93,7 @@ class Training:
 
 
 def spread_by_layers(model: nn.Module) -> nn.Module:
-    """Each entry of a list of layers by itself, and what is left."""
+    """Shards each entry of a list of layers, then the rest of the model."""
     for layers in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
         for layer in layers:
             fully_shard(layer)
@@ -102,7 +102,7 @@ def spread_by_layers(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def sent() -> Iterator[Counter[str]]:
-    """Bytes that this rank gives to exchanges from Python, and their number, inside."""
+    """Counts the exchanges that this rank starts from Python, and their bytes."""
     found: Counter[str] = Counter()
     plain, to_owners = distributed.all_reduce, shards._reduce_scatter
 
@@ -125,7 +125,7 @@ def sent() -> Iterator[Counter[str]]:
 
 
 def rank() -> None:
-    """A child: joins the others, trains, tells."""
+    """Joins the other ranks in a child process, trains and reports."""
     warnings.filterwarnings("ignore")
     asked = job()
     torch.set_num_threads(asked["threads"])
@@ -161,7 +161,7 @@ def launch(
     ranks: int, workload: str, modes: list[str], rounds: int, told: Callable[[], Any],
     spread: bool,
 ) -> list[dict]:  # fmt: skip
-    """What the ranks of one run tell at their end."""
+    """Runs the ranks and returns their final reports."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         threads = max(1, (os.cpu_count() or 1) // ranks)
         environment = {"OMP_NUM_THREADS": str(threads)}
@@ -189,7 +189,7 @@ def launch(
 
 
 def on_paper() -> list[dict[str, Any]]:
-    """What a step exchanges and draws: computed from sizes (a ring sends 2 (W - 1) / W of the sums)."""
+    """Exchanges and noise of a step, computed from sizes (a ring sends 2 (W - 1) / W of the sums)."""
     rows = []
     for name, parameters in SIZES.items():
         for ranks in (8, 64, 512):
@@ -208,7 +208,7 @@ def on_paper() -> list[dict[str, Any]]:
 def measure(
     ranks: int, workload: str, rounds: int, told: Callable[[], Any], *, spread: bool
 ) -> dict[str, Any]:
-    """Time of both modes in turn, then memory of each alone."""
+    """Measures the time of both modes in turn, then the memory of each alone."""
     found = launch(ranks, workload, list(MODES), rounds, told, spread)
     row: dict[str, Any] = {"ranks": ranks, "cpu_wait": found[0]["cpu_wait"]}
     for mode in MODES:
@@ -226,7 +226,7 @@ def measure(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each number of ranks."""
+    """The table, with one line per number of ranks."""
     names = ("non-private", "private", "ratio", "memory", "sent MiB")
     lines = [
         f"{'ranks':>5} {names[0]:>12} {names[1]:>9} {names[2]:>22} {names[3]:>8} {names[4]:>9}"
@@ -243,13 +243,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run all numbers of ranks, print the table and write the JSON file."""
+    """Runs all numbers of ranks, prints the table and writes the JSON file."""
     parser = argparse.ArgumentParser(prog="python -m bench.distributed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--workload", choices=WORKLOADS, default="bert")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each mode")
-    parser.add_argument("--fsdp", action="store_true", help="fully_shard in the place of DDP")
+    parser.add_argument("--fsdp", action="store_true", help="use fully_shard instead of DDP")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     options = parser.parse_args(arguments)
     rounds = [options.rounds + WARM_UP, *(3 + WARM_UP for _ in MODES)]

@@ -1,13 +1,13 @@
-"""Draws what bench.gpu_card, bench.train or bench.distributed has found.
+"""Plots the results of bench.gpu_card, bench.train or bench.distributed.
 
     python -m bench.draw bench/results/gpu-CARD.json
     python -m bench.draw bench/results/train-cpu.json --out docs/pictures/train-cpu.png
     python -m bench.draw bench/results/distributed-cpu.json
 
-Steps: bench/draw_train.py, bench/draw_distributed.py. Microbenchmarks of bench.gpu_card: one row a case,
-grouped by operation. Left: the fraction of the measured ceiling (matmul or copy, whichever limits it).
-Right, on a logarithmic scale: the time of PyTorch's and Opacus' ways over fastclip's; to the right of 1,
-fastclip is faster.
+Steps are plotted by bench/draw_train.py and bench/draw_distributed.py. Microbenchmarks of bench.gpu_card
+have one row per case, grouped by operation. On the left is the fraction of the measured ceiling (matmul
+or copy, whichever limits the case). On the right, on a logarithmic scale, is the time of PyTorch's and
+Opacus' implementations over that of fastclip. Right of 1, fastclip is faster.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from matplotlib.ticker import FuncFormatter
 
 from bench.draw_distributed import draw_distributed
 
-MOST = 60  # rows a page has room for
+MOST = 60  # rows that fit on a page
 COLOURS = {"arithmetic": "#2f6f9f", "memory": "#c98a2b"}
 MARKS = "osD^vPX*"
 
 
 def chosen(rows: Sequence[Mapping]) -> list[Mapping]:
-    """Timed cases by operation; where there are too many, the first ones of each operation."""
+    """Timed cases by operation; if there are too many, the first of each operation."""
     timed = [row for row in rows if "seconds" in row and "fraction" in row]
     groups: dict[str, list[Mapping]] = {}
     for row in timed:
@@ -43,14 +43,14 @@ def chosen(rows: Sequence[Mapping]) -> list[Mapping]:
 
 
 def label(row: Mapping) -> str:
-    """A case without its operation's name."""
+    """The name of a case without its operation."""
     sizes = " ".join(f"{name}{size}" for name, size in row["shape"].items())
     other = "  (reference)" if row["backend"] == "reference" else ""
     return f"{row['model']}  {sizes}  {row['dtype']}{other}"
 
 
 def draw(result: Mapping, path: Path) -> int:
-    """Draw the cases to `path`; how many there are.
+    """Plots the cases to `path` and returns their number.
 
     Raises:
         ValueError: there are none.
@@ -118,24 +118,24 @@ def _ratios(axes: Axes, rows: Sequence[Mapping], places: Sequence[float]) -> Non
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Draw FILE.json to FILE.png beside it, or where --out says."""
+    """Plots FILE.json to FILE.png next to it, or to --out."""
     parser = argparse.ArgumentParser(prog="python -m bench.draw", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "file", type=Path, help="written by bench.gpu_card, bench.train or bench.distributed"
     )
-    parser.add_argument("--out", type=Path, help="picture to write (beside the file)")
+    parser.add_argument("--out", type=Path, help="image to write (default: next to the file)")
     options = parser.parse_args(arguments)
     path = options.out or options.file.with_suffix(".png")
     result = json.loads(options.file.read_text())
     if "card" in result:
-        print(f"{draw(result, path)} cases drawn to {path}")
+        print(f"{draw(result, path)} cases plotted to {path}")
     elif "on_paper" in result:
-        print(f"{draw_distributed(result, path)} numbers of ranks drawn to {path}")
+        print(f"{draw_distributed(result, path)} numbers of ranks plotted to {path}")
     else:
         from bench.draw_train import draw_train  # imports the models, which takes seconds
 
-        print(f"{draw_train(result, path)} workloads drawn to {path}")
+        print(f"{draw_train(result, path)} workloads plotted to {path}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws what bench.distributed found: steps of several ranks, and what larger ones come to on paper."""
+"""Plots the results of bench.distributed: measured steps of several ranks, and computed larger ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN, PRIVATE, FAILURE = "#9aa0a6", "#1a73e8", "#b3261e"
 
 
 def draw_distributed(result: Mapping, path: Path) -> int:
-    """Draw the rows to `path`; how many there are.
+    """Plots the rows to `path` and returns their number.
 
     Args:
         result: what bench.distributed has written.
@@ -52,7 +52,7 @@ def draw_distributed(result: Mapping, path: Path) -> int:
 
 
 def _steps(axes: Axes, result: Mapping) -> None:
-    """Medians, with quartiles; above them what privacy costs."""
+    """Medians with quartiles, and above them the cost of privacy."""
     for i, row in enumerate(result["rows"]):
         for shift, mode, colour in ((-0.2, "non_private", PLAIN), (0.2, "fastclip", PRIVATE)):
             low, middle, high = row[mode]["step_s"]

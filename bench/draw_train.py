@@ -1,4 +1,4 @@
-"""Draws what bench.train found: time and memory of whole steps, and where their time goes."""
+"""Plots the results of bench.train: time and memory of whole steps, and the time of their parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PANELS = (("time_ratio", "Time of a step"), ("memory_ratio", "Peak memory"))
 
 
 def draw_train(result: Mapping, path: Path) -> int:
-    """Draw the workloads to `path`, a row of panels each; how many there are.
+    """Plots the workloads to `path`, one row of panels each, and returns their number.
 
     Args:
         result: what bench.train has written.
@@ -61,7 +61,7 @@ def draw_train(result: Mapping, path: Path) -> int:
         panel.suptitle(WORKLOADS[workload].title, fontsize=11, fontweight="bold", x=0.01, ha="left")
         axes = panel.subplots(1, columns, width_ratios=(1,) * columns)
         for i, (key, name) in enumerate(PANELS):
-            _ratios(axes[i], mine, key, f"{name}, x of ordinary training", named=not i)
+            _ratios(axes[i], mine, key, f"{name}, multiple of non-private training", named=not i)
         if workload in parts:
             _parts(axes[2], parts[workload], explained=workload == list(parts)[-1])
         elif parts:
@@ -77,13 +77,13 @@ def draw_train(result: Mapping, path: Path) -> int:
 
 
 def warning_of(result: Mapping) -> str | None:
-    """That the machine was busy, and how many of the processes were disturbed; None if none was."""
+    """A warning with the number of disturbed processes if the machine was busy, else None."""
     runs = [*result["runs"], *result.get("parts", [])]
     disturbed = [run for run in runs if busy_warning([("", run.get("cpu_wait"))])]
     if not disturbed:
         return None
     return (
-        f"CAUTION: other programs were busy during {len(disturbed)} of {len(runs)} processes: "
+        f"CAUTION: other programs were busy during {len(disturbed)} of {len(runs)} processes, so "
         "their times are too long, and ratios unreliable"
     )
 
@@ -99,7 +99,7 @@ def _where(result: Mapping) -> str:
 
 
 def _ratios(axes: Axes, rows: Sequence[Mapping], key: str, title: str, *, named: bool) -> None:
-    """Horizontal bars, first mode on top; a failure is written in its place."""
+    """Plots horizontal bars, first mode on top; a failure is written instead of its bar."""
     top = max([row[f"{key}_range"][1] for row in rows if key in row], default=1.0)
     axes.set_xlim(0, 1.25 * max(top, 1.4))
     for place, row in enumerate(rows):
@@ -124,7 +124,7 @@ def _ratios(axes: Axes, rows: Sequence[Mapping], key: str, title: str, *, named:
 
 
 def _parts(axes: Axes, found: Mapping, *, explained: bool) -> None:
-    """Two stacked bars: the parts of a step, as multiples of the step of ordinary training."""
+    """Plots the parts of a step as two stacked bars, in multiples of the non-private step."""
     whole = sum(found[BASE].values())
     for place, mode in enumerate((BASE, "fastclip")):
         left = 0.0
@@ -135,12 +135,12 @@ def _parts(axes: Axes, found: Mapping, *, explained: bool) -> None:
                 axes.text(left + width / 2, place, f"{width:.2f}", ha="center", va="center",
                           fontsize=7, color="white" if name in (INPUTS, NORMS) else "black")  # fmt: skip
             left += width
-    axes.set_yticks(range(2), ["ordinary", "fastclip"], fontsize=9)
+    axes.set_yticks(range(2), ["non-private", "fastclip"], fontsize=9)
     if explained:
         handles = [plt.Rectangle((0, 0), 1, 1, color=PART_COLOURS[name]) for name in PARTS]
         axes.legend(handles, PARTS, fontsize=7, ncols=4, loc="upper center", frameon=False,
                     bbox_to_anchor=(0.45, -0.22), columnspacing=1, handlelength=1)  # fmt: skip
-    _plain(axes, 2, "Parts of a step, x of ordinary training")
+    _plain(axes, 2, "Parts of a step, multiple of the non-private step")
 
 
 def _plain(axes: Axes, rows: int, title: str) -> None:

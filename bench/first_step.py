@@ -1,12 +1,13 @@
-"""What tracing a step costs, and what comes before the first private step is over.
+"""Measures the cost of a traced step, and of everything before the first private step ends.
 
     python -m bench.first_step
     python -m bench.first_step --models bert_base mlp
 
-For each model, in a process of its own and on one thread: an ordinary step, the same step under the
-tracer (`fastclip.trace`), and a private model from make_private to the end of its first step, then its
-third. All are CPU seconds, so that other programs count little; the least of several where it can be
-repeated. A traced step's result is compared with its ordinary step's.
+For each model, in its own process and on one thread, it runs a non-private step and the same step under
+the tracer (`fastclip.trace`). It then runs a private model from make_private to the end of its first
+step, and its third step. All times are CPU seconds, so other programs matter little. Where a measurement
+can be repeated, the smallest of several counts. The result of a traced step is compared with that of
+its non-private step.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""A card's fifteen minutes: build, mended tests, whole steps, microbenchmarks, tests, in one command.
+"""Builds, tests and benchmarks a GPU in fifteen minutes, with one command.
 
     python -m bench.gpu_card --out DIR --minutes 9                   DIR/card.json and DIR/card.log
-    python -m bench.gpu_card --out DIR --minutes 5 --from OLD/card.json     goes on with what is left
+    python -m bench.gpu_card --out DIR --minutes 5 --from OLD/card.json     resumes with what is left
     python -m bench.gpu_card --out DIR --wheels wheels               with packages that the machine lacks
     python -m bench.gpu_card --out DIR --only kernels --match ghost_norm
     python -m bench.gpu_card --out DIR --rehearse                    without a card: no figures
 
-bench/gpu_card.md tells what to carry and what comes back. Everything that touches the GPU runs in
-processes of its own, which are ended at their limits. What is finished is in card.json, which is
-rewritten as results come, and is not run again. A short table comes last, also where this program is
-told to end (SIGTERM).
+bench/gpu_card.md lists what to copy there and what comes back. Everything that uses the GPU runs in
+separate processes, which are ended at their time limits. card.json is rewritten as results arrive, and
+finished parts are not run again. A short table is printed at the end, also after SIGTERM.
 """
 
 from __future__ import annotations
@@ -59,7 +58,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, default=os.environ.get("FASTCLIP_WHEELS"),
                         help="folder of *.whl that this machine lacks (FASTCLIP_WHEELS)")  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts; all")
-    parser.add_argument("--match", default="", help="steps and microbenchmarks whose name holds it")
+    parser.add_argument(
+        "--match", default="", help="run steps and microbenchmarks with this text in their name"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU: no figures")
     options = parser.parse_args(arguments)
     options.wheels = None if options.wheels is None else Path(options.wheels)
@@ -197,7 +198,7 @@ def unset(*names: str) -> Iterator[None]:
 
 
 class Ended(BaseException):
-    """This program was told to end."""
+    """Raised when this program gets SIGTERM."""
 
 
 def _end(*_: Any) -> None:
@@ -205,7 +206,7 @@ def _end(*_: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write card.json, print the table; 0 where all went well."""
+    """Measures, writes card.json and prints the table; returns 0 if all went well."""
     options = parse(arguments)
     if arguments is None:
         signal.signal(signal.SIGTERM, _end)
@@ -219,7 +220,7 @@ def run(card: Card, trouble: str | None = None) -> int:
     """What :func:`main` does in the environment that it has prepared.
 
     Args:
-        trouble: what is wrong with the wheels.
+        trouble: the problem with the wheels.
     """
     result, rehearsal = card.result, card.options.rehearse
     earlier = result.get("card")

@@ -1,4 +1,4 @@
-"""The microbenchmarks in bench.gpu_card: timed by processes that are replaced where a case ends one."""
+"""The microbenchmarks of bench.gpu_card, in processes that are replaced if a case ends them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_kernels(
     """Time the microbenchmarks, the most important first, until the deadline.
 
     A case that ends its process, hangs, or loses the GPU's context becomes a row with its error, and
-    a new process goes on after it. Rows that are there already are not run again.
+    a new process continues after it. Rows that exist are not run again.
 
     Returns:
         "ceiling", "rows", "planned" (how many cases there are), "not_run"; "error" where the
@@ -59,7 +59,7 @@ def run_kernels(
 def _follow(
     child: Child, found: dict, done: list[str], deadline: Deadline, silence: float, save: Callable
 ) -> dict | None:
-    """Take a child's messages until it ends; how it died, or None where nothing is left to do."""
+    """Reads a child's messages until it ends; returns how it died, or None if nothing is left."""
     current: dict | None = None
 
     def note(row: dict) -> None:

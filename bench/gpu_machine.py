@@ -1,8 +1,8 @@
-"""What bench.gpu_card finds on a machine, and makes ready: wheels, facts, fastclip._C, kernels' code.
+"""Prepares a machine for bench.gpu_card: wheels, facts, fastclip._C, compiled kernels.
 
-Building and compiling keep the processors busy, and no figure is taken meanwhile. What fails is told and
-stops nothing: without fastclip._C Triton and PyTorch serve, and what was not compiled ahead is compiled
-by the process that needs it. As a program it tells the facts.
+Building and compiling keep the processors busy, so nothing is timed meanwhile. A failure is reported and
+stops nothing. Without fastclip._C, Triton and PyTorch are used. A kernel that was not compiled ahead is
+compiled by the process that needs it. Run as a program, it reports the facts.
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def facts(device: str, module: str = "bench.gpu_machine") -> dict[str, Any]:
-    """ "problems", and where there are none what `environment` finds; asked for in another process."""
+    """ "problems" and, if there are none, the result of `environment`, from another process."""
     with Child(["-m", module]) as child:
         child.send({"device": device})
         try:
             found = child.message(FACTS_SECONDS)
         except TimeoutError:
-            return {"problems": [f"torch does not tell of the GPU within {FACTS_SECONDS:.0f} s"]}
+            return {"problems": [f"torch does not describe the GPU within {FACTS_SECONDS:.0f} s"]}
         if found is None:
             died = child.death()
             return {"problems": [f"the machine cannot be asked: {died['error']} {died['detail']}"]}
@@ -183,7 +183,7 @@ def prepare(
 ) -> None:  # fmt: skip
     """Build fastclip._C, and compile what the steps of these tasks launch, at the same time.
 
-    Nothing is compiled where this machine has done so before: the build is there, and was not at first.
+    Nothing is compiled if this machine has a build that was not there at first.
 
     Args:
         order: "device" and "tiny", for the children. shares: processes a task.
@@ -213,7 +213,7 @@ def prepare(
 
 
 def split(shares: Mapping[str, int], order: Mapping) -> list[tuple[str, list[int]]]:
-    """(task, [k, n]): the processes, as many as there are cores; where there is no GPU, one each."""
+    """(task, [k, n]) of the processes: one per core, or one per task without a GPU."""
     if order["device"] != "cuda":
         return [(task, [0, 1]) for task in shares][: max((os.cpu_count() or 1) - 1, 1)]
     wanted = [(task, [k, n]) for task, n in shares.items() for k in range(n)]
@@ -224,7 +224,7 @@ def split(shares: Mapping[str, int], order: Mapping) -> list[tuple[str, list[int
 
 
 def _is_built(deadline: Deadline) -> dict | None:
-    """What fastclip._C was built for, where that is this Python and these sources."""
+    """What fastclip._C was built for, if it fits this Python and these sources."""
     from fastclip.core.build_recipe import is_current
 
     there, _ = _told(deadline)
@@ -261,11 +261,11 @@ def _told(deadline: Deadline) -> tuple[dict | None, str]:
     """What fastclip._C says it was built for, or None and why it says nothing."""
     with Child(["-c", TELL]) as child:
         try:
-            told = child.message(max(deadline.left(), 20.0))
+            facts = child.message(max(deadline.left(), 20.0))
         except TimeoutError as error:
             return None, f"it does not answer when it is imported: {error}"
-        if told is not None:
-            return told["versions"], ""
+        if facts is not None:
+            return facts["versions"], ""
         death = child.death()
         return None, death["detail"] or death["error"]
 

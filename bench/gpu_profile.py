@@ -1,6 +1,6 @@
-"""What a step does on the device: its kernels, how busy they keep it, the plan, the configurations.
+"""Profiles a step on the device: its kernels, their load, the plan and the configurations.
 
-Kernels are read from the trace that torch.profiler exports, which says of each event whether it is a
+Kernels are read from the trace that torch.profiler exports. It says for each event whether it is a
 kernel, a copy or an annotation.
 """
 
@@ -22,7 +22,7 @@ from bench.kernels import tuning
 TOP, STEPS = 40, 3
 LONGEST = 160  # characters of a kernel's name
 KERNEL, MOVES = "kernel", ("gpu_memcpy", "gpu_memset")
-OPERATOR = "cpu_op"  # stands for kernels where there is no GPU
+OPERATOR = "cpu_op"  # used instead of kernels without a GPU
 
 
 def profiled(step: Callable[[], Any], device: torch.device, steps: int = STEPS) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def union(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def plan_of(optimizer: Any) -> list[dict[str, Any]]:
-    """How each layer's norm was computed in the last pass: a row a layer, of a private optimizer."""
+    """The norm method of each layer in the last pass of a private optimizer, one row per layer."""
     grad_state = optimizer.grad_state
     return [
         {"layer": row.path, "rule": row.rule, "input": row.shape, "norm": row.method,
@@ -108,7 +108,7 @@ def plan_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def chosen_configurations() -> list[dict[str, Any]]:
-    """What Triton's searches chose in this process: a row a kernel and kind of arguments.
+    """The configurations that Triton chose in this process, one row per kernel and kind of arguments.
 
     Returns:
         "kernel", "arguments" (the search's key), "configuration", and "ms" of all that were tried
@@ -128,7 +128,7 @@ def chosen_configurations() -> list[dict[str, Any]]:
 
 
 def tuned_kernels() -> list[tuple[str, Any]]:
-    """(name, kernel) of those that have several configurations; none where there is no Triton."""
+    """(name, kernel) of kernels with several configurations; none without Triton."""
     try:
         package = importlib.import_module("fastclip.ops.triton")
     except ImportError:

@@ -1,8 +1,8 @@
-"""The whole steps in bench.gpu_card: what is run, in which order, by processes that come and go.
+"""Runs the whole steps of bench.gpu_card: their list, their order and their processes.
 
-A process takes one model in one mode through the ways to run its step (bench.gpu_ways), and tells each
-part as it comes. Where a way fails, hangs or ends the process, another one takes the ways that are left.
-Several are alive at once and have the device in turns: while one compiles, another is timed.
+A process takes one model in one mode through the ways to run its step (bench.gpu_ways), and reports each
+part as it finishes. If a way fails, hangs or ends the process, another process takes the remaining ways.
+Several processes are alive at once and use the device in turns: while one compiles, another is timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START_SECONDS = 90.0  # until a process has imported what it needs
 WAY_SECONDS = {"eager": 90.0, "graph": 60.0, "compiled": 150.0, "recorded": 150.0}
 NAMES = ("round", "task", "mode", "way")
 MAIN = ("bert_t128", "vit_b", "gpt2", "resnet50", "lora", "bert_t512")
-OPACUS = ("bert_t128", "vit_b", "resnet50", "bert_t512")  # whose models it trains as they are here
+OPACUS = ("bert_t128", "vit_b", "resnet50", "bert_t512")  # the models that Opacus trains unchanged
 THREE = ("eager", "graph", "compiled")
 ORDINARY, PRIVATE, OTHERS = "non_private", "fastclip", ("opacus_hooks", "opacus_ghost")
 
@@ -46,7 +46,7 @@ Unit = tuple[int, str, str, str]
 
 
 def step_plan() -> list[Unit]:
-    """What is run, the most important first; the second round only tells the spread."""
+    """The runs, the most important first; the second round only measures the spread."""
     pairs = [(task, mode) for task in MAIN for mode in (ORDINARY, PRIVATE)]
     return [
         *((0, task, mode, way) for task, mode in pairs for way in THREE),
@@ -80,7 +80,7 @@ class Runs:
     """Runs steps until time is up.
 
     Args:
-        deadline: of all of them. order: for the children, beside what is run: "device", "steps",
+        deadline: of all runs. order: for the children, in addition to the run: "device", "steps",
             "tiny", "inductor" (tasks whose step is compiled; None: all).
         result: "runs" and "not_run" go to its "steps". save: called when these have changed.
         say: a line, for whoever watches. lanes: processes at once. module: what they run.
@@ -133,7 +133,7 @@ class Runs:
                 units = units[_Following(self, child, units).follow() :]
 
     def note(self, run: dict) -> None:
-        """Keep what is known of a run by now, in the place of what was known before."""
+        """Replaces what is known of a run by the latest report."""
         with self._lock:
             runs = self.found["runs"]
             before = [i for i, other in enumerate(runs) if unit_of(other) == unit_of(run)]
@@ -146,7 +146,7 @@ class Runs:
 
 
 class _Following:
-    """Takes what a process tells of its ways, within the limits of each."""
+    """Collects what a process reports of its ways, within their time limits."""
 
     def __init__(self, runs: Runs, child: Child, units: Sequence[Unit]) -> None:
         self._runs, self._child, self._units = runs, child, units
@@ -202,7 +202,7 @@ class _Following:
         if part is None and (self._run or not self.ended):
             died = self._child.death()
             return self._fails(f"{died['error']} {died['detail']}".strip())
-        return self.ended if self.ended or part is None else self._fails("nothing was told")
+        return self.ended if self.ended or part is None else self._fails("nothing was reported")
 
     def _fails(self, error: str) -> int:
         """The way that it was at, or was to be at next, has this error."""

@@ -1,8 +1,8 @@
-"""Whole training steps on a GPU: the process in which bench.gpu_card times one model in one mode.
+"""Times whole training steps on a GPU, one model in one mode per process, for bench.gpu_card.
 
-It tells what it has found part by part. Every mode trains the same model on the same random data with
-SGD(momentum 0.9); the private ones are those of bench.workloads. Kernels are tuned by a step of the very
-batch that is timed.
+The process reports its results part by part. Every mode trains the same model on the same random data
+with SGD(momentum 0.9). The private modes are those of bench.workloads. Kernels are tuned by a step of
+the batch that is timed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def host_syncs(trainer: Trainer) -> int:
 
 
 def kernels_in_use(device: torch.device) -> dict[str, str]:
-    """Operation -> backend that has served it, or why only the reference does."""
+    """Operation -> backend that was used, or why only the reference was."""
     from fastclip.ops import dispatch
 
     found = {name: dispatch.backend_of(name, device) for name in sorted(dispatch.OPERATIONS)}
@@ -105,7 +105,7 @@ def kernels_in_use(device: torch.device) -> dict[str, str]:
 
 
 def looks_of(model: Any) -> list[tuple[int, float]]:
-    """fastclip's looks at a private model: passes and seconds of each."""
+    """fastclip's dry runs of a private model: passes and seconds of each."""
     grad_state = getattr(model, "grad_state", None)
     return (
         []
@@ -141,7 +141,7 @@ def measure(
     trainer: Trainer, mode: str, way: str, memory: CudaPeak | PeakMemory, turn: Turn,
     steps: int = STEPS, inductor: bool = True,
 ) -> Iterator[dict]:  # fmt: skip
-    """Time `steps` training steps in one way after `WARM_UP` others; look at them closely.
+    """Time `steps` training steps in one way after `WARM_UP` others; profile them.
 
     Yields, to be joined in one dictionary:
         at once "first_step_s", in which kernels are compiled and searched for and the step is recorded
@@ -249,7 +249,7 @@ def compile_ahead(name: str, device: torch.device, tiny: bool, share: tuple[int,
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Meanwhile tell every few seconds how far it is: a first step may outlast its time."""
+    """Reports progress every few seconds, because a first step may exceed its time limit."""
     done, begin = threading.Event(), time.perf_counter()
 
     def tell_now() -> None:
@@ -266,7 +266,7 @@ def telling() -> Iterator[None]:
 
 
 def main() -> None:
-    """What bench.gpu_card asks for on standard input; told part by part, {"finished"} at the end."""
+    """Runs what bench.gpu_card asks for on standard input, and reports it part by part."""
     order = job()  # everything is imported by now
     try:
         if share := order.get("share"):

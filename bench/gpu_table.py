@@ -1,6 +1,6 @@
-"""The table that bench.gpu_card prints last: at most 76 lines of 170 columns, 11,700 characters in all.
+"""The table that bench.gpu_card prints last, at most 76 lines of 170 columns and 11,700 characters.
 
-Many a machine shows no more than 12,000.
+Many machines show no more than 12,000 characters.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _ahead(result: Mapping) -> list[str]:
     lines = []
     if build := result.get("build"):
         seconds = f"{build['seconds']:.0f} s"
-        told = f"built in {seconds}" if build["built"] else f"ABSENT: {build['why']} ({seconds})"
-        lines.append(f"fastclip._C: {told}")
+        state = f"built in {seconds}" if build["built"] else f"ABSENT: {build['why']} ({seconds})"
+        lines.append(f"fastclip._C: {state}")
     if ahead := result.get("ahead"):
         failed = [f"{row['task']} {row['error']}" for row in ahead if "error" in row]
         longest = max((row.get("seconds", 0.0) for row in ahead), default=0.0)
@@ -213,7 +213,7 @@ def _step(task: str, mode: str, ways: Mapping[str, Mapping]) -> str:
 
 
 def _fallbacks(rows: Mapping[tuple[str, str, str], Mapping]) -> list[str]:
-    """What no kernel served in fastclip's steps, and what was warned of."""
+    """Operations without a kernel in fastclip's steps, and the warnings."""
     mine = [row for names, row in rows.items() if names[1] == PRIVATE]
     served = {name: by for row in mine for name, by in (row.get("kernels") or {}).items()}
     slow = [name for name, by in served.items() if by.startswith("reference")]

@@ -1,4 +1,4 @@
-"""The models, data and modes whose whole training steps bench.gpu_card times, full size or tiny."""
+"""The models, data and modes of whole training steps in bench.gpu_card, full size or tiny."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Task:
         batch: samples a step; the second number is that of the tiny form, as everywhere.
         model: builds the model, tiny or not. inputs: `n` inputs on a device.
         targets: their targets. criterion: the loss. autocast: bfloat16 in forward and loss.
-        on_device: its weights are drawn there, as a CPU would take long.
+        on_device: initialize its weights there, because a CPU would take long.
     """
 
     title: str
@@ -135,7 +135,7 @@ class Trainer:
 
     Args:
         name, mode: of `TASKS` and bench.workloads' `MODES`. tiny: a small model.
-        most: samples a step, where the task has more.
+        most: maximum number of samples per step.
 
     Attributes:
         engine: of fastclip, in its mode.
@@ -191,7 +191,7 @@ class Trainer:
         return self._loss(self.criterion, x, y, autocast)
 
     def losses_of(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of each row, [b]: for `engine.make_step`, which gives back the trainer's model."""
+        """The per-sample losses, [b], for `engine.make_step`."""
         return self._loss(self._of_rows, x, y)
 
     def backward(self, part: int = 1, autocast: bool = True) -> Tensor:

@@ -1,10 +1,10 @@
-"""The kernel tests on the GPU, under a time limit; also the pytest plugin that reports them.
+"""Runs the kernel tests on the GPU under a time limit; also the pytest plugin that reports them.
 
-With `-p bench.gpu_tests`, each test's start and end is a line in the file that BENCH_TEST_REPORT
-names, so that a run which is cut off still tells what passed, what failed and what was running. The
-plugin takes each kernel's first configuration (searching among several at every odd shape of a test
-would take many minutes; benchmarks check the tuned kernels), and skips what follows in a process
-whose CUDA context a test has destroyed.
+With `-p bench.gpu_tests`, the start and end of each test are lines in the file that BENCH_TEST_REPORT
+names. A run that is cut off then still shows what passed, what failed and what was running. The plugin
+takes the first configuration of each kernel. Searching at every odd shape of a test would take many
+minutes, and benchmarks check the tuned kernels. It skips the remaining tests of a process after a test
+has destroyed its CUDA context.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MENDED = (
     "test_two_uses_of_a_pointwise_weight_are_laid_along_positions",
 )
 """Tests that failed on a card, nine with their parameters (bench/results/README.md), and were mended
-where there was none. Whoever has run them empties this."""
+where there was none. The user empties this after the run."""
 TEST_SECONDS = 120
-NOTED_EVERY = 5.0  # seconds after which what has passed and failed so far is told
+NOTED_EVERY = 5.0  # seconds between reports of passed and failed tests
 COUNTS = ("passed", "failed", "errors", "skipped")
 _SUSPECTS: list[str] = []
 """Failed tests of this process since the context was last seen alive; emptied when it is."""
@@ -143,8 +143,8 @@ def summarise(lines: Sequence[str]) -> dict:
         running.pop(event["test"], None)
         found[event["outcome"]] += 1
         if event["outcome"] in ("failed", "errors"):
-            told = {name: event[name] for name in ("test", "message", "at") if event.get(name)}
-            found["failures"].append(told)
+            failure = {name: event[name] for name in ("test", "message", "at") if event.get(name)}
+            found["failures"].append(failure)
     found["running"] = list(running)
     return found
 
@@ -177,7 +177,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip where an earlier test has destroyed this process' CUDA context."""
+    """Skips tests after one has destroyed this process' CUDA context."""
     torch = sys.modules.get("torch")
     if not _SUSPECTS or torch is None or not torch.cuda.is_initialized():
         return

@@ -1,8 +1,8 @@
-"""The ways to run a training step in bench.gpu_card: as it is, as CUDA graphs, compiled whole.
+"""The ways to run a training step in bench.gpu_card: eager, as CUDA graphs, compiled whole.
 
-A private step that is captured or compiled is that of `engine.make_step`. An ordinary one is recorded by
-the same recorders, or is what `torch.compile` makes of forward pass and loss. The optimizer runs as it
-is, in every way.
+A private step that is captured or compiled uses `engine.make_step`. A non-private one is recorded by
+the same recorders, or compiled by `torch.compile` (forward pass and loss). The optimizer always runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NotThisWay(Exception):
 class Turn:
     """The device, which one process has at a time; while it only compiles, another has it.
 
-    Whether it waits is told, so that no limit counts it.
+    It reports whether it waits, so no time limit counts it.
 
     Args:
         path: a file that all have in common; None: there are no others.
@@ -154,7 +154,7 @@ def _private(trainer: Trainer, way: str, compiler: Compiler) -> Callable[[], Ten
 
 
 class Recorded:
-    """An ordinary step whose forward pass, loss and backward pass are recorded once.
+    """A non-private step whose forward pass, loss and backward pass are recorded once.
 
     Args:
         recorder: of CUDA graphs, or of graphs to be compiled.

@@ -1,14 +1,15 @@
-"""Host time and launches of a private step on a GPU, measured where there is none.
+"""Measures host time and launches of a private step on a GPU, on a machine without one.
 
     python -m bench.host
     python -m bench.host --profile 40
     python -m bench.host --first resnet50 vit_b      no times: what a first step compiles and tries
 
-A step runs on a device that computes nothing (bench/null_gpu), at the workload's real sizes and under
-bfloat16 autocast, so what is timed is the host: Python, PyTorch's dispatcher and autograd, Triton's
-launcher. Not in it: the CUDA runtime's own time of a launch (2 to 5 us each on most machines), and
-what fastclip._C does with the arguments of its two or three calls. The first look at the model and the
-search for configurations lie in the steps before; of the search is told what it compiles and tries.
+A step runs on a device that computes nothing (bench/null_gpu), at the real sizes of the workload and
+under bfloat16 autocast. The time is that of the host: Python, PyTorch's dispatcher and autograd, and
+Triton's launcher. It does not include the CUDA runtime's time per launch (2 to 5 us on most machines),
+or the work of fastclip._C on the arguments of its two or three calls. The first dry run of the model and
+the search for configurations happen in earlier steps. For the search, the result lists what it compiles
+and tries.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Seconds of each of so many steps in every mode, which take turns; no garbage is collected.
 
     Seconds of a processor: the thread of the backward pass and that of the program wait for each
-    other, so theirs add up to the time that passes where no other program runs.
+    other, so theirs add up to the elapsed time if no other program runs.
     """
     seconds: dict[str, list[float]] = {mode: [] for mode in steps}
     gc.collect()

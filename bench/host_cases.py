@@ -1,7 +1,7 @@
-"""The models whose steps bench.host looks at, on a GPU that computes nothing, at full size.
+"""The models of bench.host, at full size, on a GPU that computes nothing.
 
-Where samples are needs values, which that GPU has not: `fastclip` takes over what the engine finds out
-about a small twin on the CPU, of the same modules.
+Locating the batch axis needs values, which that GPU does not have. `fastclip` therefore takes over what
+the engine finds for a small twin of the same modules on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.models import ExplicitGpt2, SampleMeanCrossEntropy, bert, resnet50
 from bench.workloads import PRIVATE
 
 CLASSES = 10
-_KNOWN = 1 << 30  # rows: no larger batch is looked at anew
+_KNOWN = 1 << 30  # samples: no larger batch needs another dry run
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Mod
     from fastclip.samples.settings import Watch
 
     class Known(Paths):
-        """No way is looked at: where nothing is computed there is nothing to see."""
+        """Checks no way, because nothing is computed."""
 
         def next_due(self, sizes: list[int], *, turns: bool) -> bool:
             return False

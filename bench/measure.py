@@ -1,4 +1,4 @@
-"""What a benchmark measures besides time: memory of this process, the machine, the libraries."""
+"""Measures memory of this process, and describes the machine and the libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 class PeakMemory:
     """Peak resident memory of this process above what it held when this object was made.
 
-    `resource.getrusage().ru_maxrss` does not serve: on Linux it survives fork and exec, so a
+    `resource.getrusage().ru_maxrss` is not used: on Linux it survives fork and exec, so a
     child starts at its parent's peak. The kernel's VmHWM belongs to the new address space, and
     writing 5 to /proc/self/clear_refs resets it to the present. Where that file is missing (not
     Linux) or refuses, a thread samples the resident size every 2 ms; `method` says which.
@@ -73,7 +73,7 @@ class CpuWait:
         self._stalled = _cpu_stall()
 
     def share(self) -> float | None:
-        """Between 0 and 1, or None where the kernel does not say."""
+        """Between 0 and 1, or None if the kernel does not report it."""
         stalled = _cpu_stall()
         if stalled is None or self._stalled is None:
             return None
@@ -162,6 +162,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def first_line(error: BaseException) -> str:
-    """`Type: first line of the message`, to be reported where the error is expected."""
+    """`Type: first line of the message`, for reports of expected errors."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The networks of the benchmarks, built offline and free of in-place operations.
+"""The networks of the benchmarks, built offline and without in-place operations.
 
 Index letters: b sample, c channel, h and w pixel, t position, k class.
 """
@@ -64,7 +64,7 @@ def resnet50(
     width: int = 64,
     norm_groups: int = 32,
 ) -> nn.Sequential:
-    """ResNet-50 for ImageNet with GroupNorm in the place of BatchNorm: 25.6 M parameters.
+    """ResNet-50 for ImageNet with GroupNorm instead of BatchNorm: 25.6 M parameters.
 
     Input [b, 3, h, w], output [b, num_classes]; 7x7 stem of stride 2 and max-pooling, stages of
     4 `width` to 32 `width` channels.
@@ -126,7 +126,7 @@ def lora_bert(rank: int = 8, **options: Any) -> nn.Module:
 def plainly_causal() -> dict[str, str]:
     """Of a configuration: attention to all that came before, which needs no mask.
 
-    Where transformers makes the mask, it looks at the values of positions in every step: such a step
+    If transformers makes the mask, it reads the values of positions in every step. Such a step
     waits for the device, and can neither be captured nor compiled.
     """
     from transformers import AttentionInterface
@@ -137,7 +137,7 @@ def plainly_causal() -> dict[str, str]:
 
 
 class Adapted(nn.Module):
-    """A linear map that is frozen, and beside it one of low rank that is trained (Hu et al. 2021)."""
+    """A frozen linear map with a trained map of low rank (Hu et al. 2021)."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class SampleMeanCrossEntropy(nn.Module):
         self.reduction = "mean"  # Opacus' ghost mode sets "none"
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Logits [b, t, k] and targets [b, t] to a number, or to [b] where reduction is "none"."""
+        """Logits [b, t, k] and targets [b, t] to a number, or to [b] if reduction is "none"."""
         loss = nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="none"
         )

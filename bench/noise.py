@@ -1,11 +1,11 @@
-"""What noise and materialised clipping cost on the CPU, side by side in one run.
+"""Measures the cost of noise and of materialized clipping on the CPU, side by side in one run.
 
     python -m bench.noise
 
-Three questions: what a secure normal costs beside `torch.randn`; what the noise of one step on
-BERT-base's parameters costs beside Opacus' loop over them; what clipping materialised per-sample
-gradients costs beside Opacus' `clip_and_accumulate`. One core unless told otherwise: the ways take
-turns, ratios are of their medians.
+It compares a secure normal with `torch.randn`, the noise of one step on BERT-base's parameters with
+Opacus' loop over them, and clipping of materialized per-sample gradients with Opacus'
+`clip_and_accumulate`. It uses one core by default. The implementations take turns, and ratios are of
+their medians.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Ways = dict[str, Callable[[], Any]]
 
 
 def normals() -> Ways:
-    """110 M normals; the first way is what the others are compared with."""
+    """110 M normals; the first way is the baseline."""
     out = torch.empty(VALUES)
     out.normal_()  # touches the pages
 
@@ -117,7 +117,7 @@ PARTS: dict[str, Callable[[], Ways]] = {
 
 
 def measure(ways: Ways, rounds: int, bar: tqdm) -> list[dict[str, Any]]:
-    """Quartiles of every way's seconds; the ways take turns, after a round to warm up."""
+    """Quartiles of the seconds of every way; the ways take turns, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
@@ -134,7 +134,7 @@ def measure(ways: Ways, rounds: int, bar: tqdm) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, write the JSON file and print the table."""
+    """Measures, writes the JSON file and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.noise", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=5)

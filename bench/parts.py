@@ -1,12 +1,12 @@
-"""Where the time of a training step goes, part by part, private and not.
+"""Measures the time of a training step part by part, private and not.
 
-The functions that make up a step are wrapped from outside while it is measured; what a wrapped function
-takes, less what wrapped functions in it take, is its part's. On a CPU a call returns when its work is
-done, so the parts of a step add up to it.
+The functions of a step are wrapped from outside while it is measured. The time of a part is the time
+of its wrapped functions, without that of wrapped functions inside them. On a CPU a call returns when
+its work is done, so the parts of a step add up to it.
 
-PyTorch computes the gradients of inputs and of weights in one call. Ordinary training is therefore
-run a second time with all parameters frozen, from the output of the first layer on: its backward
-pass is that of the input gradients alone, and the difference is that of the weights'.
+PyTorch computes the gradients of inputs and of weights in one call. Non-private training is therefore
+run a second time with all parameters frozen, from the output of the first layer on. Its backward pass
+is that of the input gradients alone, and the difference is that of the weight gradients.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Stopwatch:
             self._running.pop()
 
     def of(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time belongs to `name`."""
+        """Wraps `function`, so its time counts for `name`."""
 
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class Stopwatch:
 
 
 def _private() -> list[tuple[Any, str, str]]:
-    """Functions of the engine: where they are, their name, and the part that they belong to."""
+    """Functions of the engine: their module or class, name and part."""
     from fastclip import ops
     from fastclip.backward.backward_pass import BackwardPass
     from fastclip.backward.clipping_state import ClippingState
@@ -105,7 +105,7 @@ def watched(training: Training, watch: Stopwatch, *, private: bool) -> Iterator[
     """Steps of `training` are divided among the parts inside.
 
     Args:
-        training: what steps. watch: what counts. private: it is the engine's, not ordinary training.
+        training: takes the steps. watch: measures. private: whether training is private.
     """
     inner = getattr(training.optimizer, "original_optimizer", training.optimizer)
     places = [
@@ -179,7 +179,7 @@ def measure_parts(
 ) -> dict:
     """Seconds by part of a step without privacy and of fastclip's, taken in turn.
 
-    Three models are held at once: private, ordinary and frozen.
+    Three models are held at once: private, non-private and frozen.
 
     Args:
         workload: its name. steps: of each. threads: of torch. seconds: no turn is begun after these.

@@ -1,4 +1,4 @@
-"""Runs one measurement in a fresh process, so that no run inherits another's memory or caches."""
+"""Runs one measurement in a fresh process, so no run inherits another's memory or caches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def run_module(
         module: run as a script; it calls `report`.
         arguments: its command line.
         timeout: seconds until it is killed.
-        variables: of its environment, beside this process' own.
-        show_progress: let its standard error, where tqdm draws, through to the terminal.
+        variables: environment variables, in addition to those of this process.
+        show_progress: pass its standard error, with tqdm's bars, to the terminal.
 
     Returns:
-        What the child passed to `report`, or {"error", "detail"} where it died without one.
+        The child's `report`, or {"error", "detail"} if it died without one.
     """
     command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

@@ -1,15 +1,15 @@
-"""What a private step of a small model costs the host: seconds of the processor, and calls.
+"""Measures the host cost of a private step of a small model: CPU seconds and calls.
 
     python -m bench.small
     python -m bench.small --models mlp --rounds 100
     python -m bench.small --models bert_256 --rounds 15
 
-Models of many small layers, batches of 8, on one thread of the CPU; bert_256 is of a realistic size.
-Modes, each in a process of its own: an ordinary step; one of torch.compile(model); one that is traced
-and compiled whole, with its optimizer; a private step; a private one whose layers are no nodes of C++
-(fastclip._step); one of torch.compile(private model); and one compiled whole (engine.make_step). Of each
-the least and the median CPU time, how often Python enters a function of Python or of C, and the seconds
-of the first steps.
+The models have many small layers, with batches of 8, on one thread of the CPU. bert_256 has a
+realistic size. Each mode runs in its own process: a non-private step ("ordinary"), one of
+torch.compile(model), and one that is traced and compiled whole with its optimizer; a private step, one
+without C++ nodes (fastclip._step), one of torch.compile(private model), and one compiled whole
+(engine.make_step). Each has the smallest and the median CPU time, the number of calls of Python and C
+functions from Python, and the seconds of the first steps.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def private_step(mode: str, model: Any, x: Tensor, y: Tensor) -> tuple[Step, Any
 
 
 def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> tuple[Step, Any]:
-    """A step that has run a few times, and the private model; None of an ordinary one."""
+    """A step that has run a few times, and the private model (None if non-private)."""
     torch.manual_seed(0)
     model: Any = build().train()
     private = None
@@ -167,7 +167,7 @@ def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> 
 
 
 def calls(step: Step) -> int:
-    """How often Python enters a function of Python or of C in a step, on any thread."""
+    """Number of calls of Python and C functions from Python in a step, on any thread."""
     found = [0]
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -184,7 +184,7 @@ def calls(step: Step) -> int:
 
 
 def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
-    """One model in one mode: beside a private model every backward pass of a process is looked at."""
+    """One model in one mode; a private model is alone, because it checks every backward pass."""
     build, inputs = MODELS[name]
     torch.manual_seed(1)
     x = inputs()
@@ -209,7 +209,7 @@ def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, write the JSON file and print the table."""
+    """Measures, writes the JSON file and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.small", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -230,8 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
         written = heading("bench.small", arguments) | {"models": results}
         args.out.write_text(json.dumps(written, indent=1) + "\n")
     print(
-        "| model | mode | first steps, s | least, ms | median, ms | of ordinary | calls | added a layer "
-        "| nodes |"
+        "| model | mode | first steps, s | smallest, ms | median, ms | of ordinary | calls "
+        "| added per layer | nodes |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, modes in results.items():

@@ -1,11 +1,11 @@
-"""What a clipping strategy itself costs in a step, as a share of a ResNet-18 step on the CPU.
+"""Measures the cost of a clipping strategy in a step, as a share of a ResNet-18 step on the CPU.
 
     python -m bench.strategies
 
-A strategy's own calls are, in each backward pass, norms to scales and counts; in each real step,
+A strategy's own calls are, in each backward pass, norms to scales and counts. In each real step they are
 noise on the counts, new thresholds, sensitivity and noise level. They are timed on squared norms of
-ResNet-18's 62 parameter tensors for 32 samples; the whole step in a process of its own, in the same
-run. `flat` shows what any strategy costs.
+ResNet-18's 62 parameter tensors for 32 samples. The whole step runs in its own process, in the same run.
+`flat` shows the cost of any strategy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STRATEGIES = {
 
 
 def own_seconds(strategy: clipping.Clipping, calls: int) -> float:
-    """Median seconds of the strategy's calls of one step."""
+    """Median seconds of the strategy's calls in one step."""
     torch.manual_seed(0)
     per_layer = strategy.threshold.per_layer
     state = ClippingState(strategy, [1.0] * LAYERS if per_layer else 1.0, LAYERS)
@@ -75,7 +75,7 @@ def own_seconds(strategy: clipping.Clipping, calls: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, write the JSON file and print the table."""
+    """Measures, writes the JSON file and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.strategies", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--calls", type=int, default=1000)

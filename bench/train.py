@@ -1,20 +1,20 @@
-"""End-to-end training on a CPU: private against non-private, side by side.
+"""Measures end-to-end training on a CPU, private and non-private side by side.
 
     python -m bench.train --parts
     python -m bench.train --workloads bert --modes non_private fastclip --rounds 1 --steps 3
     python -m bench.draw bench/results/train-cpu.json --out docs/pictures/train-cpu.png
 
-Each (workload, mode) runs in a fresh process. Processes go in rounds, the order of the modes
-rotated from round to round; a mode's ratio is the median over rounds of its ratio to
-`non_private` of the same round, so that a machine that slows down for a while slows both sides.
-Times taken while other programs were waiting for a core are left out where a round without them
-exists, and named in a warning in any case. A mode that fails is reported with its error, and not
-run again. The first round is run to its end; of the others what fits into --minutes.
+Each (workload, mode) runs in a fresh process. Processes run in rounds, and each round rotates the order
+of the modes. The ratio of a mode is the median over rounds of its ratio to `non_private` of the same
+round, so a machine that slows down for a while slows both sides. Times that were taken while other
+programs waited for a core are left out if a round without them exists. A warning names them in any case.
+A mode that fails is reported with its error, and not run again. The first round always finishes. Later
+rounds run as far as --minutes allows.
 
-Peak memory is what the process takes, and beside it, for training without privacy and fastclip, what
-it takes where glibc keeps no holes in its heap (MALLOC_MMAP_THRESHOLD_=131072).
+Peak memory is that of the process. For non-private training and fastclip there is also the peak if glibc
+keeps no holes in its heap (MALLOC_MMAP_THRESHOLD_=131072).
 
---parts divides the step without privacy and fastclip's by part first (bench/parts.py).
+--parts first divides the non-private step and that of fastclip into parts (bench/parts.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def child_options(options: argparse.Namespace) -> list[str]:
-    """What a child is told beside what it measures."""
+    """Options of a child in addition to what it measures."""
     given = ["--steps", str(options.steps), "--seconds", str(options.seconds)]
     return given if options.threads is None else [*given, "--threads", str(options.threads)]
 
@@ -81,7 +81,7 @@ def run_parts(options: argparse.Namespace) -> list[dict]:
 
 
 def run_tight(options: argparse.Namespace, run: Callable[..., dict] = run_module) -> list[dict]:
-    """Peak memory of few steps where large blocks go back to the system at once, by workload and mode.
+    """Peak memory of a few steps if large blocks are freed at once, by workload and mode.
 
     glibc keeps holes in its heap for blocks to come; how many depends on the order in which blocks of
     unlike sizes come and go, and says little of what a step holds.
@@ -140,7 +140,7 @@ def quiet(runs: list[dict]) -> list[dict]:
 
 
 def summarise(runs: list[dict], workload: str, mode: str) -> dict:
-    """One row of the table: medians over rounds, paired ratios, or the error."""
+    """One row of the table: medians over rounds and paired ratios, or the error."""
 
     def of(name: str) -> list[dict]:
         return [run for run in runs if run["workload"] == workload and run["mode"] == name]

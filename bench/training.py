@@ -1,4 +1,4 @@
-"""Trains a workload in one of the modes, a batch a step; `measure` times it in this process."""
+"""Trains a workload in one of the modes, one batch per step; `measure` times it in this process."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What clipping by units costs beside clipping the same rows one by one, in whole training steps.
+"""Measures the cost of clipping by privacy units, compared with clipping the same samples one by one.
 
     python -m bench.units
 
-One process holds, for every way to say whose the rows are, a private model of the same weights; in every
-round each takes a step on the same batch, in turn, so that what else runs on the machine meets all of
-them. Units have 4 rows in the mean, 1 to 7 each; `adjacent` has a unit's rows one behind the other, as a
-sampler of units draws them, `scattered` in any order.
+One process holds a private model of the same weights for every layout of the units. In every round
+each model takes a step on the same batch, in turn, so other load on the machine affects all of them.
+Units have 4 samples on average, 1 to 7 each. In `adjacent` the samples of a unit follow each other, as
+in a sampler of units. In `scattered` they come in any order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fastclip import FastPrivacyEngine
 from fastclip.ops.units import UnitSamples
 
 SIZES = (4, 1, 7, 3, 5, 2, 6, 4)
-"""Rows of the units of one batch."""
+"""Number of samples of each unit in one batch."""
 LIMIT = 1.1
 OUT = Path(__file__).resolve().parent / "results" / "units-cpu.json"
 
 
 def owners(way: str) -> torch.Tensor | None:
-    """The unit of each row of the batch; None where rows are clipped one by one."""
+    """The unit of each sample in the batch; None if samples are clipped one by one."""
     rows = [unit for unit, size in enumerate(SIZES) for _ in range(size)]
     if way == "scattered":
         random.Random(0).shuffle(rows)
@@ -43,7 +43,7 @@ WAYS = ("rows", "adjacent", "scattered")
 
 
 class Training:
-    """A private model, and a step of it on a batch whose rows belong to units."""
+    """A private model and its step on a batch with privacy units."""
 
     def __init__(self, model: torch.nn.Module, lr: float, data: torch.utils.data.Dataset, way: str):
         self.owner = owners(way)
@@ -54,7 +54,7 @@ class Training:
         )  # fmt: skip
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        """Seconds of one step."""
+        """Takes one step and returns its seconds."""
         start = time.perf_counter()
         if self.owner is not None:  # units are new in every batch, and so is what follows from them
             self.optimizer.grad_state.batch.next_units = UnitSamples(
@@ -68,7 +68,7 @@ class Training:
 
 
 def measure(workload: str, rounds: int) -> dict:
-    """Seconds of the steps of all ways, and their ratios to clipping by rows, round by round."""
+    """Seconds of the steps of all ways, and ratios to clipping by samples, round by round."""
     torch.manual_seed(0)
     work, b = WORKLOADS[workload], sum(SIZES)
     model = work.model().train()
@@ -94,7 +94,7 @@ def measure(workload: str, rounds: int) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, write the JSON file and print the table."""
+    """Measures, writes the JSON file and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.units", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workloads", nargs="+", default=["bert"], choices=sorted(WORKLOADS))
@@ -118,7 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in found:
-        print(f"\n{row['title']}: clipping by rows takes {row['step_s']['rows'][1] * 1e3:.0f} ms")
+        print(
+            f"\n{row['title']}: clipping by samples takes {row['step_s']['rows'][1] * 1e3:.0f} ms"
+        )
         for way in WAYS[1:]:
             low, middle, high = row["ratio"][way]
             mark = "" if middle <= LIMIT else f"  above {LIMIT}x"

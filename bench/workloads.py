@@ -1,9 +1,9 @@
-"""The training workloads and the modes that run them (bench.training does).
+"""The training workloads and the modes that run them (in bench.training).
 
-Every mode trains the same model from the same seed on the same synthetic batches with
-SGD(momentum 0.9), where the workload names no other. The private ones clip each sample to norm 1 and
-add noise of multiplier 1; batches are of a fixed size (no Poisson sampling), so that each step does
-the same work.
+Every mode trains the same model from the same seed on the same synthetic batches with SGD(momentum
+0.9), unless the workload names another optimizer. The private modes clip each sample to norm 1 and add
+noise of multiplier 1. Batches have a fixed size (no Poisson sampling), so each step does the same
+work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`python -m fastclip.doctor`: what this machine can run, which backend serves, and why not another.
+"""Reports what this machine can run, which backend is used and why: `python -m fastclip.doctor`.
 
-With a script: whether samples are independent in its first private step, which is traced and not taken.
+Given a script, it traces the first private step without taking it, and says whether samples are
+independent.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def _nvcc() -> str | None:
             [path, "--version"], capture_output=True, text=True, timeout=20
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return "found, but does not answer"
+        return "found, but it does not answer"
     release = [line for line in text.splitlines() if "release" in line]
     return release[0].split("release", 1)[1].split(",")[0].strip() if release else "found"
 
 
 def _core() -> dict[str, Any]:
-    """The CUDA C++ extension: what it is built for and finds on this machine, or why it is not."""
+    """What the CUDA C++ extension is built for and finds on this machine, or why it is missing."""
     try:
         import fastclip.ops.cuda  # noqa: F401  (its error says why not)
         from fastclip import _C
@@ -88,7 +89,7 @@ def _core_line(core: dict[str, Any]) -> str:
 
 
 def _loops() -> dict[str, Any]:
-    """The C++ loops for the CPU: who compiled them and which vectors serve, or why they are not."""
+    """The compiler and vector width of the C++ loops for the CPU, or why they are missing."""
     try:
         import fastclip.ops.host  # noqa: F401  (its error says why not)
         from fastclip import _host
@@ -102,29 +103,29 @@ def _loops_line(loops: dict[str, Any]) -> str:
     if not loops["built"]:
         return f"C++ loops for the CPU: {loops['why']}"
     vectors = f"{max(loops['lanes'])} numbers in a vector" if loops["lanes"] else (
-        "no vectors on this processor or of this compiler (AVX2 and GCC have them): PyTorch computes "
-        "norms and noise"
+        "no vectors from this processor or compiler (AVX2 and GCC have them). PyTorch computes norms "
+        "and noise"
     )  # fmt: skip
     return f"C++ loops for the CPU: {loops['compiler']}, {vectors}"
 
 
 def _paths() -> dict[str, Any]:
-    """Whether calls are followed through torch's operators, or why they are not."""
+    """Whether calls are followed through the operators of torch, or why not."""
     return {"followed": runs.FOLLOWS, **_origin("_path", runs.WHY_NOT)}
 
 
 def _nodes() -> dict[str, Any]:
-    """Whether layers run as single nodes, of C++ or of Python, and why not of C++."""
+    """Whether layers run as single autograd nodes in C++ or Python, and why not in C++."""
     found = {"serve": bare.SERVES, "compiled": not bare.WHY_NOT}
     return {**found, **_origin("_step", bare.WHY_NOT)}
 
 
 def _origin(name: str, why_not: str) -> dict[str, str]:
-    """Where a module that fits one torch alone comes from, or why there is none."""
+    """Where a module that is built for one version of torch comes from, or why it is missing."""
     state = state_of(name)
     if not why_not:
         return {"state": state.kind, "from": state.told}
-    if state.kind == "package":  # nobody has looked for it
+    if state.kind == "package":  # it was not searched for
         return {"state": "off", "why": why_not}
     return {"state": state.kind, "why": state.told}
 
@@ -132,20 +133,20 @@ def _origin(name: str, why_not: str) -> dict[str, str]:
 def _nodes_line(found: dict[str, Any]) -> str:
     """The same in one line."""
     if found["compiled"]:
-        return f"layers: a node of C++ each, from the third step on ({found['from']})"
-    kind = "a node of Python each" if found["serve"] else "no nodes"
-    return f"layers: {kind}, none of C++: {found['why']}"
+        return f"layers: one C++ node per layer, from the third step on ({found['from']})"
+    kind = "one Python node per layer" if found["serve"] else "no single nodes"
+    return f"layers: {kind}, not in C++: {found['why']}"
 
 
 def _paths_line(found: dict[str, Any]) -> str:
     """The same in one line."""
     if found["followed"]:
-        return f"models that change what they compute: noticed in every step ({found['from']})"
-    return f"models that change what they compute: not noticed in every step: {found['why']}"
+        return f"models that change what they compute: detected in every step ({found['from']})"
+    return f"models that change what they compute: not detected in every step: {found['why']}"
 
 
 def _between_processes() -> list[str]:
-    """Back ends of torch.distributed that this build has, over which ranks can train."""
+    """Backends of torch.distributed in this build with which ranks can train."""
     if not distributed.is_available():
         return []
     return [name for name in ("gloo", "nccl") if distributed.is_backend_available(name)]
@@ -157,12 +158,12 @@ def _devices() -> list[torch.device]:
 
 
 def examine() -> dict[str, Any]:
-    """Everything the doctor knows, as plain data.
+    """Collects everything that the doctor reports, as plain data.
 
     Returns:
-        versions of what is installed (None where it is not), back ends for several processes, the
-        devices with their rates' origin, the environment, and for each device and operation the
-        backend and the reason.
+        The versions of packages (None if missing), the backends for several processes, the
+        environment, and the devices. Each device has the origin of its planner rates, and for each
+        operation the backend and the reason.
     """
     devices = []
     for device in _devices():
@@ -199,7 +200,7 @@ def examine() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The examination as text."""
+    """Formats the result of `examine` as text."""
     versions = ", ".join(f"{k} {v or 'missing'}" for k, v in found["versions"].items())
     lines = [f"python {found['python']}, {versions}"]
     lines.append(
@@ -208,10 +209,12 @@ def report(found: dict[str, Any]) -> str:
     lines.append(_core_line(found["core"]))
     lines += [_loops_line(found["loops"]), _paths_line(found["paths"])]
     lines.append(_nodes_line(found["nodes"]))
-    lines.append(f"between processes: {', '.join(found['between_processes']) or 'nothing'}")
+    lines.append(f"between processes: {', '.join(found['between_processes']) or 'no backend'}")
     lines += [f"{name}={value}" for name, value in found["environment"].items() if value]
     if not any(device["device"].startswith("cuda") for device in found["devices"]):
-        lines.append("no NVIDIA GPU that torch can use: PyTorch and loops (host) serve on the CPU")
+        lines.append(
+            "no NVIDIA GPU that torch can use: PyTorch and the C++ loops (host) run on the CPU"
+        )
     for device in found["devices"]:
         more = ""
         if "capability" in device:
@@ -229,11 +232,11 @@ PROVEN, REFUSED, NOT_REACHED = 0, 1, 2
 
 
 class _Judged(BaseException):
-    """The first private step has been traced; no `except Exception` of the script stops it."""
+    """Raised after the first private step was traced; a script's `except Exception` cannot catch it."""
 
 
 def check_script(script: str, arguments: Sequence[str] = ()) -> int:
-    """Run a script until its first traced private step has been judged, and print what that has shown.
+    """Runs a script until its first private step is traced and judged, and prints the result.
 
     Nothing is released, and no private optimizer steps.
 
@@ -241,8 +244,8 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
         script: path of a Python file. arguments: of its command line.
 
     Returns:
-        0 if the samples of the step are independent, 1 if fastclip has raised an error, 2 if the script
-        has ended before.
+        0 if the samples of the step are independent, 1 if fastclip raised an error, 2 if the script
+        ended before its first private step.
     """
     from fastclip.backward.traced_step import JUDGED
     from fastclip.engine.optimizer import FastDPOptimizer
@@ -250,7 +253,7 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
     judged: list[TraceLog] = []
     raised: Exception | None = None
 
-    def told(log: TraceLog) -> None:
+    def record(log: TraceLog) -> None:
         judged.append(log)
         raise _Judged
 
@@ -263,7 +266,7 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
     found, plain = list(sys.argv), FastDPOptimizer.pre_step
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    JUDGED.append(told)
+    JUDGED.append(record)
     FastDPOptimizer.pre_step = no_step  # type: ignore[method-assign,assignment]
     try:
         with suppress(_Judged, SystemExit):
@@ -271,7 +274,7 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
     except Exception as error:
         raised = error
     finally:
-        JUDGED.remove(told)
+        JUDGED.remove(record)
         FastDPOptimizer.pre_step = plain  # type: ignore[method-assign]
         sys.argv[:] = found
         sys.path.pop(0)
@@ -279,7 +282,7 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
 
 
 def _answer(judged: Sequence[TraceLog], raised: Exception | None) -> int:
-    """Print the verdict, and say it as a status."""
+    """Prints the verdict and returns the exit status."""
     error = judged[0].error if judged else raised
     if isinstance(error, FastclipError):
         print(f"{type(error).__name__}: {error}")
@@ -294,27 +297,31 @@ def _answer(judged: Sequence[TraceLog], raised: Exception | None) -> int:
 
 
 def show_rates(measuring: bool) -> None:
-    """Print the rates of the planner's cost model on this machine, after measuring them if asked to."""
+    """Prints the planner's cost rates on this machine, and measures them first if `measuring`."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in (torch.device("cpu"), *gpus):
         name = device_name(device)
         if measuring:
             print(f"measuring {name} ...", flush=True)
             save(device, measure(device))
-        known = "measured" if cache_file(name).exists() else "built in; --measure finds its own"
+        known = "measured" if cache_file(name).exists() else "built in; measure them with --measure"
         print(f"{name} ({known})")
         for rate, value in asdict(costs_of(device.type, device.index)).items():
             print(f"  {rate:<12}{value if isinstance(value, bool) else f'{value:.3g}'}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report, or with --json the data; with a script, whether its samples are independent."""
+    """Prints the report, or checks whether the samples of a script are independent."""
     parser = argparse.ArgumentParser(prog="python -m fastclip.doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the report as data")
-    parser.add_argument("--rates", action="store_true", help="the planner's rates on this machine")
-    parser.add_argument("--measure", action="store_true", help="time them, keep and print them")
-    parser.add_argument("script", nargs="?", help="run it until its first private step is traced")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--rates", action="store_true", help="print the planner's rates on this machine"
+    )
+    parser.add_argument("--measure", action="store_true", help="measure, save and print them")
+    parser.add_argument(
+        "script", nargs="?", help="script to run until its first private step is traced"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(arguments)
     if options.script is not None:
         return check_script(options.script, options.arguments)

@@ -1,7 +1,7 @@
-"""What an attacker can be shown to learn: lower bounds on epsilon, beside the one that is claimed.
+"""Lower bounds on epsilon, to compare with the epsilon that the engine claims.
 
-`python -m fastclip.audit` audits this installation; `mix_in` puts canaries into a run of your own;
-`CanaryScoreAuditor` takes any scores of canaries.
+`python -m fastclip.audit` audits this installation. `mix_in` puts canaries into your own run.
+`CanaryScoreAuditor` accepts any scores of canaries.
 """
 
 from fastclip.audit.bounds import CanaryScoreAuditor

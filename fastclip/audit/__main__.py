@@ -1,7 +1,8 @@
-"""`python -m fastclip.audit`: lower bounds on epsilon of this installation, beside what it claims.
+"""Compares lower bounds on epsilon of this installation with its claims: `python -m fastclip.audit`.
 
-Exit status: 0 if nothing is refuted (of --mutants: if all are), 1 if something is (if one passes), 2 for
-a command that cannot tell, 3 if an attack did not work, so that its finding says nothing.
+Exit status: 0 if no claim is refuted (with --mutants, if all are), 1 if one is (with --mutants, if one
+is not), 2 for a command that could not detect anything, 3 if an attack did not work and its finding is
+not informative.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ COLUMNS = (
     "claimed", "bound", "share", "guesses", "noise", "draws", "counts", "canaries", "seconds"
 )  # fmt: skip
 LEGEND = f"""
-claimed: epsilon that the engine states; bound: below the true one; share: of the tight epsilon.
-guesses, noise, draws, counts: p-values under what is claimed. The claim is refuted where they are,
-all together, below the setting's share of {ALARM:g}, so that of an engine whose claims are true one
-command in {1 / ALARM:,.0f} at most calls one refuted; or where epsilon is stated too low for what is
-recorded. Bounds are of the claimed kind of mechanism at another noise, independent from entry to
-entry; where the claim is refuted, of any mechanism. Those of neighbors (2 x runs) assume nothing, and
-are at delta 0.001 and their share of {ALARM:g}."""
+claimed: epsilon that the engine states. bound: lower bound on the true epsilon. share: bound over the
+tight epsilon of the claimed mechanism. guesses, noise, draws, counts: p-values under the claim.
+A claim is refuted if its p-values together are below its share of {ALARM:g}, or if epsilon is too low
+for the recorded steps. If all claims are true, at most one command in {1 / ALARM:,.0f} refutes one.
+Bounds hold for the claimed kind of mechanism at any noise level, with noise independent from entry to
+entry. If the claim is refuted, they hold for any mechanism. Bounds of neighbors (2 x runs) assume
+nothing. They are at delta 0.001 and their share of {ALARM:g}."""
 
 
 class Planned(NamedTuple):
-    """An audit that has not been made: its name, and how."""
+    """An audit that has not run yet: its name, and how to run it."""
 
     name: str
     make: Callable[[], Finding | Told]
@@ -47,20 +48,20 @@ class Planned(NamedTuple):
 
 
 def line(name: str, found: Finding | Told) -> str:
-    """Of the table."""
+    """A line of the table."""
     cells = [f"{found.claimed:.3f}", f"{found.bound:.3f}"]
     if isinstance(found, Finding):
-        looked = [f"{found.p_of(group):.2g}" for group in ("guesses", "noise", "draws")]
+        tests = [f"{found.p_of(group):.2g}" for group in ("guesses", "noise", "draws")]
         counted = f"{found.p_of('counts'):.2g}" if "counts" in found.tests else ""
-        cells += [f"{found.bound / found.tight:.3f}", *looked, counted, str(found.canaries)]
+        cells += [f"{found.bound / found.tight:.3f}", *tests, counted, str(found.canaries)]
     else:
         cells += ["", "", "", "", "", f"2x{found.runs}"]
     cells.append(f"{found.seconds:.1f}")
-    sample = f"{name:<{WIDTH}}" + "".join(f"{cell:>9}" for cell in cells)
+    text = f"{name:<{WIDTH}}" + "".join(f"{cell:>9}" for cell in cells)
     if found.refuted:
-        return "; ".join([sample + "  REFUTED", *found.faults])
+        return "; ".join([text + "  REFUTED", *found.faults])
     nothing = isinstance(found, Finding) and found.says_nothing
-    return sample + "  SAYS NOTHING: far fewer guesses are right than the claim allows" * nothing
+    return text + "  SAYS NOTHING: far fewer guesses are right than the claim allows" * nothing
 
 
 def _settings(options: argparse.Namespace) -> list[Planned]:
@@ -97,26 +98,32 @@ def _mutants(options: argparse.Namespace) -> list[Planned]:
 
 
 def _given(options: argparse.Namespace, audits: int) -> dict[str, Any]:
-    """All bounds of a table hold together."""
+    """Options that make all bounds of a table hold together."""
     return {"delta": options.delta, "significance": options.significance / audits}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastclip.audit", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the table that is asked for")
-    parser.add_argument("--canaries", type=int, default=100_000, help="default 100,000")
-    parser.add_argument("--runs", type=int, default=400, help="with and without a row (400)")
-    parser.add_argument("--delta", type=float, default=1e-5, help="of the mechanism (1e-5)")
-    parser.add_argument("--significance", type=float, default=0.05, help="of all bounds (0.05)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run these lines of the table")
+    parser.add_argument(
+        "--canaries", type=int, default=100_000, help="number of canaries (100,000)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=400, help="runs with, and without, a sample (400)"
+    )
+    parser.add_argument("--delta", type=float, default=1e-5, help="delta of the mechanism (1e-5)")
+    parser.add_argument(
+        "--significance", type=float, default=0.05, help="of all bounds together (0.05)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--mutants", action="store_true", help="audit engines broken on purpose")
-    which.add_argument("--opacus", action="store_true", help="audit Opacus' own engine")
+    which.add_argument("--opacus", action="store_true", help="audit the engine of Opacus")
     return parser
 
 
 def _planned(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Planned]:
-    """What is asked for; ends with status 2 for what could not tell."""
+    """The audits to run; exits with status 2 if one of them could not detect anything."""
     chosen = _mutants if options.mutants else _opacus if options.opacus else _settings
     planned = chosen(options)
     if options.only is not None:
@@ -131,23 +138,23 @@ def _planned(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
             )
     if not all(one.runs for one in planned) and options.canaries < mechanism.FEWEST:
         parser.error(
-            f"--canaries expects {mechanism.FEWEST} at least, got {options.canaries}: fewer do not "
-            "show that half of the noise is missing"
+            f"--canaries expects at least {mechanism.FEWEST}, got {options.canaries}, which could not "
+            "detect that half of the noise is missing"
         )
     if any(one.runs for one in planned) and options.runs < neighbors.FEWEST:
         parser.error(
-            f"--runs expects {neighbors.FEWEST} at least, got {options.runs}: fewer do not show a "
-            "number that tells of the row in half of them"
+            f"--runs expects at least {neighbors.FEWEST}, got {options.runs}, which could not detect a "
+            "number that reveals the sample in half of the runs"
         )
     return planned
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Audit, print the table, write JSON where it is asked for; the exit status."""
+    """Runs the audits, prints the table, writes JSON if asked to, and returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     planned = _planned(parser, options)
-    warnings.simplefilter("ignore")  # every run would tell of its settings
+    warnings.simplefilter("ignore")  # every run would warn about its settings
     print(
         f"lower bounds on epsilon at delta {options.delta:g}, all at {1 - options.significance:.1%}"
     )
@@ -165,17 +172,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(file: Path, names: list[str], found: list[Finding | Told]) -> None:
-    """All of it, as JSON."""
+    """Writes all findings as JSON."""
     made = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(), "torch": torch.__version__,
         "machine": platform.machine(), "cores": os.cpu_count(),
     }  # fmt: skip
-    told = [
+    findings = [
         {"name": name, **asdict(one), "refuted": one.refuted}
         for name, one in zip(names, found, strict=True)
     ]
-    text = json.dumps({"made with": made, "findings": told}, indent=1)
+    text = json.dumps({"made with": made, "findings": findings}, indent=1)
     file.write_text(text.replace(": Infinity", ": null") + "\n")
 
 

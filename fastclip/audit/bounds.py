@@ -17,18 +17,17 @@ from fastclip.core.checks import between
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 # -------------------------------------------------------------------------------------------------
-# P-values of guesses about canaries that went through one run, each put in by a fair coin of its
-# own.
+# P-values of guesses about canaries of one run, each included by its own fair coin.
 #
-# Guesses of one run may depend on each other in any way; the bounds hold all the same.
+# The guesses of one run may depend on each other in any way. The bounds still hold.
 
 
 MOST = 200.0
-"""Epsilons, and mus, that are looked for."""
+"""Largest epsilon, and mu, that is searched for."""
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Probability of so many right guesses, if the run is (epsilon, delta)-DP for each canary.
+    """Probability of at least `right` right guesses if the run is (epsilon, delta)-DP per canary.
 
     Steinke, Nasr and Jagielski 2023 ("Privacy Auditing with One (1) Training Run"), Theorem 5.2: with
     W ~ Binomial(guesses, 1 / (1 + e^-epsilon)), beta = P[W >= right] and alpha = max over i >= 1 of
@@ -46,14 +45,14 @@ def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: floa
 def epsilon_bound(
     canaries: int, guesses: int, right: int, significance: float, delta: float
 ) -> float:
-    """The largest epsilon that so many right guesses rule out; 0 if none."""
+    """The largest epsilon that `right` right guesses rule out; 0 if none."""
     return _largest(
         lambda epsilon: p_value(canaries, guesses, right, epsilon, delta) <= significance
     )
 
 
 def rules_out(canaries: int, guesses: int, right: int, mu: float, significance: float) -> bool:
-    """Whether so many right guesses are too many for a run that is mu-GDP for each canary.
+    """Whether `right` right guesses are too many for a run that is mu-GDP for each canary.
 
     Mahloujifar, Melis and Chaudhuri 2024 ("Auditing f-Differential Privacy in One Run"), Algorithm 3
     with abstentions: shares r of right and h of wrong guesses are followed down from `right`.
@@ -61,7 +60,7 @@ def rules_out(canaries: int, guesses: int, right: int, mu: float, significance: 
     r = significance * right / canaries
     h = significance * (guesses - right) / canaries
     for i in range(right - 1, -1, -1):
-        # Of right guesses with probability r, these many would be wrong under the other coin.
+        # Under the other coin, this share of the right guesses (probability r) would be wrong.
         wrong = max(h, float(special.ndtr(special.ndtri(r) - mu)))
         if wrong == h:
             break  # nothing changes from here on
@@ -71,7 +70,7 @@ def rules_out(canaries: int, guesses: int, right: int, mu: float, significance: 
 
 
 def mu_bound(canaries: int, guesses: int, right: int, significance: float) -> float:
-    """The largest mu of Gaussian DP that so many right guesses rule out; 0 if none."""
+    """The largest mu of Gaussian DP that `right` right guesses rule out; 0 if none."""
     return _largest(lambda mu: rules_out(canaries, guesses, right, mu, significance))
 
 
@@ -92,7 +91,7 @@ def _log_delta(epsilon: float, mu: float) -> float:
 
 
 def _largest(ruled_out: Callable[[float], bool]) -> float:
-    """The largest value up to which everything is ruled out, from below."""
+    """The largest value up to which all values are ruled out, rounded down."""
     if not ruled_out(0.0):
         return 0.0
     low, high = 0.0, 1.0
@@ -110,29 +109,29 @@ def _largest(ruled_out: Callable[[float], bool]) -> float:
 
 
 FEWEST = 16
-"""Guesses below which no bound is looked for."""
+"""Fewest guesses for which a bound is computed."""
 
 
 class CanaryScoreAuditor:
-    """What scores of canaries prove about a run.
+    """Computes lower bounds on epsilon from scores of canaries.
 
-    A higher score says that a canary was in. In one run every canary is put in by a fair coin of its own
-    (for `epsilon_one_run` and `epsilon_one_run_fdp`), or every score comes from a run of its own (for
-    `epsilon_clopper_pearson` and `epsilon_from_gdp`, whose scores are independent).
+    A higher score means that a canary was in the data set. For `epsilon_one_run` and
+    `epsilon_one_run_fdp`, all scores are of one run, which includes each canary by its own fair coin.
+    For `epsilon_clopper_pearson` and `epsilon_from_gdp`, each score is of its own run, so scores are
+    independent.
 
-    Formal guarantee: of a run that is (epsilon, delta)-DP, a bound at `significance` exceeds epsilon
-    with at most that probability. Which canaries are guessed is fixed before the coins are looked at
-    (numbers of guesses by the number of canaries alone, thresholds by another part of the scores), and
-    tests of several numbers share the significance. Ties are broken by coins of the operating system, so
-    that bounds of equal scores differ from auditor to auditor, or, in `of_run`, by the numbers of the
-    canaries.
+    Formal guarantee: if a run is (epsilon, delta)-DP, a bound at `significance` exceeds epsilon with at
+    most that probability. The guessed canaries are fixed without the coins: the number of canaries
+    alone fixes the numbers of guesses, and another part of the scores fixes the thresholds. Tests of
+    several numbers share the significance. Ties are broken by coins of the operating system, so bounds
+    from equal scores differ between auditors. In `of_run` the numbers of the canaries break ties.
 
     Args:
-        in_canary_scores: [a] numbers, of the canaries that were in.
-        out_canary_scores: [b] numbers, of those that were out.
+        in_canary_scores: [a] numbers, for the canaries that were in.
+        out_canary_scores: [b] numbers, for the canaries that were out.
 
     Raises:
-        ArgumentError, ArgumentTypeError: scores that are empty, of other shapes, or NaN.
+        ArgumentError, ArgumentTypeError: the scores are empty, of other shapes, or NaN.
     """
 
     def __init__(self, in_canary_scores: Any, out_canary_scores: Any) -> None:
@@ -141,30 +140,34 @@ class CanaryScoreAuditor:
         both = np.concatenate([self.inside, self.outside])
         coins = np.random.default_rng().random(len(both))
         self._ranked = np.arange(len(both))[np.lexsort((coins, both))] < len(self.inside)
-        """Which are in, from the lowest score to the highest."""
+        """Which canaries are in, from the lowest score to the highest."""
 
     @classmethod
     def of_run(cls, scores: Any, inside: Any) -> CanaryScoreAuditor:
-        """Of the canaries of one run, by their numbers, which break ties the same way every time.
+        """Makes an auditor for one run, which breaks ties by the numbers of the canaries.
 
         Args:
-            scores: [n] numbers. inside: [n] bools, the coins.
+            scores: [n] numbers.
+            inside: [n] bools, the coins.
 
         Raises:
-            ArgumentError, ArgumentTypeError: as the class, or for other lengths.
+            ArgumentError, ArgumentTypeError: as the class, or if the lengths differ.
         """
         given, coins = finite("scores", scores), np.asarray(inside, dtype=bool)
         if given.shape != coins.shape:
-            raise ArgumentError(f"scores expects one a canary, [{len(coins)}], got {given.shape}")
+            raise ArgumentError(
+                f"scores expects one score per canary, [{len(coins)}], got shape {given.shape}.",
+                doc="audits",
+            )
         found = cls(given[coins], given[~coins])
         places = np.random.default_rng(0).random(len(given))
         found._ranked = coins[np.lexsort((places, given))]
         return found
 
     def tpr_at_given_fpr(self, fpr: float) -> float:
-        """Largest share of canaries in that is found where at most `fpr` of those out are.
+        """The largest true positive rate at a false positive rate of at most `fpr`.
 
-        An estimate without a confidence interval; between two thresholds one is drawn at random.
+        It is an estimate without a confidence interval. Between two thresholds one is drawn at random.
         """
         if fpr != 0:
             fpr = between("fpr", fpr, 0, 1, closed=True)
@@ -176,15 +179,15 @@ class CanaryScoreAuditor:
         return float(true[at] + share * (true[at + 1] - true[at]))
 
     def attack_auroc(self) -> float:
-        """Probability that a canary in scores above one that is out, ties counting half."""
+        """Probability that a canary that is in scores above one that is out; ties count half."""
         false, true = self._curve()
         return float(np.sum((false[1:] - false[:-1]) * (true[1:] + true[:-1]) / 2))
 
     def epsilon_clopper_pearson(self, significance: float, delta: float = 0.0) -> float:
         """Lower bound from true and false positive rates of independent scores.
 
-        Every other score chooses the threshold and its direction, the others are counted: with upper
-        bounds of Clopper and Pearson for both error rates, at half the significance each, epsilon is
+        Half of the scores choose the threshold and its direction, and the other half are counted. Both
+        error rates have Clopper-Pearson upper bounds, at half the significance each. Then epsilon is
         at least log((1 - fnr - delta) / fpr). (Jagielski, Ullman and Oprea 2020; Nasr et al. 2021.)
 
         Args:
@@ -234,9 +237,9 @@ class CanaryScoreAuditor:
     def _counted(
         self, bound: Callable[[np.ndarray, np.ndarray], np.ndarray], significance: float
     ) -> float:
-        """The bound on one half of the scores, at the threshold that is best on the other half."""
+        """The bound on one half of the scores, at the best threshold of the other half."""
         best, chosen = -math.inf, None
-        for sign in (1, -1):  # low scores may tell more
+        for sign in (1, -1):  # low scores may reveal more
             inside, outside = sign * self.inside[::2], sign * self.outside[::2]
             thresholds = np.unique(np.concatenate([inside, outside]))
             thresholds = np.append((thresholds[1:] + thresholds[:-1]) / 2, thresholds[-1])
@@ -277,10 +280,10 @@ class CanaryScoreAuditor:
 
 
 def guessed(canaries: int) -> Iterator[tuple[int, int]]:
-    """(highest scores that are guessed to be in, lowest that are guessed to be out); of no coin.
+    """(number of highest scores guessed to be in, number of lowest guessed out), without the coins.
 
-    The most is 1.5 sqrt(n) less than a half: of n fair coins so many fall on either side (three standard
-    deviations, 99.7%), so that whoever knows every coin guesses none wrong.
+    The largest number is 1.5 sqrt(n) less than a half. At least so many of n fair coins fall on either
+    side (three standard deviations, 99.7%), so an attacker who knows every coin guesses none wrong.
     """
     half = canaries // 2
     top = max(half - math.ceil(1.5 * math.sqrt(canaries)), min(half, FEWEST))
@@ -291,7 +294,7 @@ def guessed(canaries: int) -> Iterator[tuple[int, int]]:
 
 
 def most_of_one_run(canaries: int, significance: float, delta: float) -> float:
-    """What `epsilon_one_run` proves where all guesses are right."""
+    """The bound of `epsilon_one_run` if all guesses are right."""
     plans = [sum(plan) for plan in guessed(canaries)]
     share = significance / max(1, len(plans))
     bounds = [epsilon_bound(canaries, all_, all_, share, delta) for all_ in plans]
@@ -299,10 +302,10 @@ def most_of_one_run(canaries: int, significance: float, delta: float) -> float:
 
 
 def finite(name: str, given: Any) -> np.ndarray:
-    """Scores as float64, [n].
+    """Converts scores to float64, [n].
 
     Raises:
-        ArgumentError, ArgumentTypeError: empty, of other shapes, NaN, infinite, or no numbers.
+        ArgumentError, ArgumentTypeError: they are empty, of other shapes, not finite, or not numbers.
     """
     try:
         array = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
@@ -310,19 +313,20 @@ def finite(name: str, given: Any) -> np.ndarray:
             raise TypeError(array.dtype)
         scores = array.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{name} expects numbers, got {type(given).__name__}") from error
+        raise ArgumentTypeError(f"{name} expects numbers, got {type(given).__name__}.") from error
     if scores.ndim != 1 or not len(scores):
-        raise ArgumentError(f"{name} expects one score a canary, [n], got shape {scores.shape}")
+        raise ArgumentError(f"{name} expects one score per canary, [n], got shape {scores.shape}.")
     if not np.isfinite(scores).all():
         raise ArgumentError(
-            f"{name} expects finite numbers, got NaN or inf: give canaries that could not be scored a "
-            "constant"
+            f"{name} expects finite numbers, got NaN or inf. Give canaries that cannot be scored a "
+            "constant score.",
+            doc="audits",
         )
     return scores
 
 
 def _scores(name: str, given: Any) -> np.ndarray:
-    # Halves of scores that came in an order of their own would tell of each other.
+    # Two halves of ordered scores would depend on each other.
     return np.random.default_rng(0).permutation(finite(name, given))
 
 
@@ -331,7 +335,7 @@ def _delta(delta: float) -> float:
 
 
 def upper(successes: np.ndarray, trials: int, significance: float) -> np.ndarray:
-    """Upper bounds of Clopper and Pearson on a rate; 1 where nothing failed."""
+    """Clopper-Pearson upper bounds on a rate; 1 if nothing failed."""
     left = np.maximum(trials - successes, 1)
     bounds = special.betaincinv(successes + 1, left, 1 - significance)
     return np.where(successes < trials, bounds, 1.0)
@@ -347,29 +351,29 @@ def _errors(
 
 
 # -------------------------------------------------------------------------------------------------
-# From what an attacker achieves to epsilon, within the family of mechanisms that is claimed.
+# From an attacker's success rate to epsilon, within the claimed family of mechanisms.
 #
-# A run that claims a history of subsampled Gaussian steps lets no attacker find more than the share
-# (1 + delta(0)) / 2 of canaries that are in or out by fair coins, delta(0) being the total
-# variation of its two worst neighbors. An attacker who finds more refutes the claim, and every
-# claim of more noise.
+# If a run has the claimed history of subsampled Gaussian steps, no attacker finds more than the share
+# (1 + delta(0)) / 2 of canaries that are in or out by fair coins. Here delta(0) is the total variation
+# of its two worst neighbors. An attacker who finds more refutes the claim, and every claim of more
+# noise.
 
 
 Step = tuple[float, Rate, int]
-"""Noise multiplier, sampling rate (or a draw that is cut), number of steps."""
+"""Noise multiplier, sampling rate (or truncated Poisson sampling), number of steps."""
 MESH, _TAIL = 0.02, 1e-9
-"""Of losses that are composed: a tight epsilon is at most MESH too large, a bound is lowered by it."""
+"""Mesh of composed privacy losses. A tight epsilon is at most MESH too large; bounds subtract it."""
 
 
 def advantage(history: Sequence[Step]) -> float:
-    """delta(0): the most by which true positives exceed false ones."""
+    """delta(0), the largest excess of the true positive rate over the false positive rate."""
     if all(rate == 1 for _, rate, _ in history):
         return math.erf(_mu(history) / math.sqrt(8))  # 2 Phi(mu / 2) - 1
     return float(_composed(tuple(history), _TAIL).get_delta_for_epsilon(0.0))
 
 
 def tight_epsilon(history: Sequence[Step], delta: float) -> float:
-    """Epsilon of a history at delta: exact at q = 1, else rounded up by its mesh."""
+    """Epsilon of a history at delta: exact at q = 1, otherwise rounded up by its mesh."""
     if all(rate == 1 for _, rate, _ in history):
         return epsilon_of_gdp(_mu(history), delta)
     return float(_composed(tuple(history), delta * 1e-3).get_epsilon_for_delta(delta))
@@ -377,25 +381,25 @@ def tight_epsilon(history: Sequence[Step], delta: float) -> float:
 
 def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significance: float,
                     delta: float) -> float:  # fmt: skip
-    """The largest epsilon of the family, at any noise, that so many right guesses refute.
+    """The largest epsilon of the family, at any noise level, that `right` right guesses refute.
 
-    Of a mechanism with cut draws it is that of any mechanism: their price is of samples that take each
-    other's place, which canaries with entries of their own do not see. Guesses are independent: of
-    canaries that share no coordinate of a release whose noise is claimed to be independent from
-    coordinate to coordinate. Their rate is bounded below by Clopper and Pearson.
+    For truncated Poisson sampling the bound is that of any mechanism. Its privacy cost is about samples
+    that replace each other, which canaries with their own entries cannot see. Guesses are independent:
+    the canaries share no coordinate of a release whose noise is claimed to be independent between
+    coordinates. Clopper and Pearson bound the rate of right guesses from below.
 
     Args:
-        history: claimed; the family has its noise multipliers times any factor.
-        right: of the guesses.
-        guesses: each about a canary of its own, which was in with probability 1/2.
+        history: the claimed steps; the family has their noise multipliers times any factor.
+        right: number of right guesses.
+        guesses: number of guesses, each about its own canary, which was in with probability 1/2.
         significance: probability that the bound is wrong.
-        delta: of epsilon.
+        delta: delta of epsilon.
     """
     rate = _least_rate(right, guesses, significance)
     found = 2 * rate - 1
     if found <= 0:
         return 0.0
-    if _cut(history):
+    if _truncated(history):
         return provable_epsilon(right, guesses, significance, delta)
     if all(rate == 1 for _, rate, _ in history):
         return epsilon_of_gdp(float(2 * special.ndtri(rate)), delta)
@@ -405,7 +409,7 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
 
     most = 1 - math.prod((1 - probability(rate)) ** steps for _, rate, steps in history)
     if found >= most:
-        return math.inf  # no noise at all would let nobody find so many
+        return math.inf  # even without noise no attacker could find so many
     low, high = _bracket(lambda x: advantage(scaled(x)) - found)
     if advantage(scaled(low)) <= found:
         return tight_epsilon(scaled(low), delta) - MESH  # at the least
@@ -414,10 +418,10 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
 
 
 def provable_epsilon(right: int, guesses: int, significance: float, delta: float) -> float:
-    """The largest epsilon that so many right guesses refute, whatever the mechanism.
+    """The largest epsilon that `right` right guesses refute, for any mechanism.
 
     (epsilon, delta)-DP bounds the total variation of neighbors by (e^epsilon - 1 + 2 delta) /
-    (e^epsilon + 1). What is assumed is only that guesses are independent.
+    (e^epsilon + 1). The only assumption is that guesses are independent.
     """
     found = 2 * _least_rate(right, guesses, significance) - 1
     if found <= delta:
@@ -431,19 +435,19 @@ def by_steps(history: Sequence[Step]) -> list[tuple[float, Rate]]:
 
 
 def power(history: Sequence[Step], guesses: int, level: float) -> float:
-    """Probability that a run with half of the noise that it records is refuted by its guesses."""
+    """Probability that the guesses refute a run with half of its recorded noise."""
     halved = [(sigma / 2, rate, steps) for sigma, rate, steps in history]
     needed = stats.binom.isf(level, guesses, (1 + advantage(history)) / 2)
     return float(stats.binom.sf(needed, guesses, (1 + advantage(halved)) / 2))
 
 
 def p_of_guesses(history: Sequence[Step], right: int, guesses: int) -> float:
-    """Probability of so many right guesses, if the claim holds."""
+    """Probability of at least `right` right guesses if the claim holds."""
     return float(special.bdtrc(right - 1, guesses, (1 + advantage(history)) / 2)) if right else 1.0
 
 
 def _bracket(above: Callable[[float], float]) -> tuple[float, float]:
-    """Factors with too little and too much noise, in logarithms; no less than a fifth of the noise."""
+    """Logarithms of factors with too little and too much noise, at least a fifth of the noise."""
     low, high = 0.0, 0.0
     while above(low) < 0 and low > -1.5:
         low -= 0.25
@@ -453,18 +457,18 @@ def _bracket(above: Callable[[float], float]) -> tuple[float, float]:
 
 
 def _mu(history: Sequence[Step]) -> float:
-    """Full batches are one Gaussian mechanism."""
+    """mu of full batches, which compose to one Gaussian mechanism."""
     return math.sqrt(sum(steps / sigma**2 for sigma, _, steps in history))
 
 
 def p_of_so_few(history: Sequence[Step], right: int, guesses: int) -> float:
-    """Probability of no more right guesses, if the claim holds and the attack is the best one."""
-    if _cut(history):
-        return 1.0  # it is not
+    """Probability of at most `right` right guesses if the claim holds and the attack is optimal."""
+    if _truncated(history):
+        return 1.0  # the attack is not optimal
     return float(special.bdtr(right, guesses, (1 + advantage(history)) / 2))
 
 
-def _cut(history: Sequence[Step]) -> bool:
+def _truncated(history: Sequence[Step]) -> bool:
     return any(isinstance(rate, TruncatedPoisson) for _, rate, _ in history)
 
 
@@ -474,5 +478,5 @@ def _composed(history: tuple[Step, ...], tail: float) -> Any:
 
 
 def _least_rate(right: int, guesses: int, significance: float) -> float:
-    """Lower bound of Clopper and Pearson."""
+    """Clopper-Pearson lower bound on the rate of right guesses."""
     return float(special.betaincinv(right, guesses - right + 1, significance)) if right else 0.0

@@ -1,4 +1,4 @@
-"""Noise and draws as a run has released them, against the laws that are claimed."""
+"""Tests of the released noise and the sampled batches against their claimed laws."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from torch import Tensor
 from fastclip.accounting.steps import Rate, TruncatedPoisson, probability
 
 TAILS = (3.0, 4.0)
-"""Deviations beyond which entries are counted."""
+"""Numbers of deviations beyond which entries are counted."""
 _PIECES = 8
-"""Parameters' noise of so many steps, from the first on, is looked for permuted copies."""
+"""Number of pieces of noise, from the first step on, that are searched for permuted copies."""
 _LARGE = 1000
-"""Entries of a parameter that is."""
+"""Fewest entries of a parameter that is searched."""
 
 
 def p_values_of_noise(noise: Tensor, sizes: Sequence[int]) -> dict[str, float]:
-    """Of what is most unlike the law, by what is looked at; each is shared by its own looks.
+    """P-values of the noise, by kind of test; the tests of one kind share its p-value.
 
-    Kolmogorov and Smirnov's distance of each parameter's entries, and their squares, and those of each
-    step; how many lie in the tails; the largest; correlations of entries at any distance within a step;
-    of two steps at one entry, and of a step with the next one at any distance; two pieces of noise that
-    hold the same values in another order, or negated.
+    - entries: Kolmogorov-Smirnov distance of each parameter's entries, and sums of squares of each
+      parameter and step.
+    - tails and largest: the number of entries in the tails, and the largest entry.
+    - distances: correlations of entries at any distance within a step.
+    - steps: correlations of two steps at one entry, and of consecutive steps at any distance.
+    - copies: two pieces of noise that hold the same values in another order, or negated.
 
     Args:
-        noise: [steps, entries] over its claimed deviation.
-        sizes: entries of each parameter, in this order.
+        noise: [steps, entries], over its claimed deviation.
+        sizes: number of entries of each parameter, in order.
     """
     values = noise.numpy()
     pieces = np.split(values, np.cumsum(sizes)[:-1], axis=1)
@@ -52,43 +54,43 @@ def p_values_of_noise(noise: Tensor, sizes: Sequence[int]) -> dict[str, float]:
 
 
 def p_value(noise: Tensor) -> float:
-    """Of all of them, of noise of one parameter."""
+    """The joint p-value of all tests, for the noise of one parameter."""
     return shared(p_values_of_noise(noise, [noise.shape[1]]).values())
 
 
 def shared(p_values: Iterable[float]) -> float:
-    """The least of several, times their number."""
+    """The joint p-value of several: the smallest, times their number."""
     found = list(p_values)
     return min(1.0, len(found) * min(found)) if found else 1.0
 
 
 def two_sided(below: float, above: float) -> float:
-    """From the probabilities of so little, and of so much."""
+    """The two-sided p-value from the probabilities of at most, and at least, this value."""
     return min(1.0, 2 * min(below, above))
 
 
 def of_squares(values: np.ndarray) -> float:
-    """Of the sum of squares of numbers that should be standard normal."""
+    """The p-value of the sum of squares of numbers that should be standard normal."""
     n, total = values.size, float(np.square(values).sum())
     return two_sided(float(special.chdtr(n, total)), float(special.chdtrc(n, total)))
 
 
 def of_repeats(first: Tensor, second: Tensor) -> float:
-    """Of two runs' noise, [entries] each, that should have nothing in common."""
+    """The p-value of the noise of two runs, [entries] each, that should be independent."""
     a, b = first.numpy(), second.numpy()
     return shared([of_largest(abs(a @ b) / math.sqrt(len(a)), 1), copies([a, b])])
 
 
 def of_largest(largest: float, among: int) -> float:
-    """Probability of one so far from 0 among so many standard normals."""
+    """Probability that one of `among` standard normals is at least this far from 0."""
     return min(1.0, 2 * among * float(special.ndtr(-largest)))
 
 
 def copies(pieces: Sequence[np.ndarray]) -> float:
-    """Probability that two independent samples of one size are as alike as two of these are.
+    """Probability that two independent pieces of one size are as similar as two of these.
 
-    Distances of Kolmogorov and Smirnov of absolute values, which no order and no sign changes; the
-    law of small ones is sqrt(2 pi) / x exp(-pi^2 / (8 x^2)) at sqrt(n / 2) D = x.
+    The Kolmogorov-Smirnov distance D is of absolute values, so order and sign do not matter. The law
+    of small distances is sqrt(2 pi) / x exp(-pi^2 / (8 x^2)) at sqrt(n / 2) D = x.
     """
     ordered, found = [np.sort(np.abs(piece)) for piece in pieces], []
     for a, b in combinations(ordered, 2):
@@ -102,12 +104,12 @@ def copies(pieces: Sequence[np.ndarray]) -> float:
 
 
 def at_distances(spectrum: np.ndarray, other: np.ndarray, n: int) -> np.ndarray:
-    """Sums of products of n entries, and of others, k places further on: k = 1 to n - 1."""
+    """Sums of products of n entries with others k positions further on, for k = 1 to n - 1."""
     return fft.irfft(np.conj(spectrum) * other, _length(n))[1:n]
 
 
 def spectrum_of(values: np.ndarray) -> np.ndarray:
-    """Of entries that are to be held against each other, [n]."""
+    """The spectrum of entries whose correlations are computed, [n]."""
     return fft.rfft(values, _length(len(values)))
 
 
@@ -116,10 +118,10 @@ def _length(n: int) -> int:
 
 
 def _largest_within(values: np.ndarray) -> tuple[float, float]:
-    """Of the normalized correlations at every distance, each standard normal: of steps, and of two."""
+    """P-values of the normalized correlations at every distance, within steps and between two steps."""
     steps, n = values.shape
     counts = np.arange(n - 1, 0, -1)
-    enough = counts >= 2000  # so far out the central limit holds for no fewer
+    enough = counts >= 2000  # the central limit needs this many so far out
     if not enough.any():
         return 1.0, 1.0
     scale = np.sqrt(counts[enough])
@@ -139,62 +141,61 @@ def _most(normals: np.ndarray) -> float:
 
 
 def _between_steps(values: np.ndarray) -> np.ndarray:
-    """The same of any two steps at the same entries."""
+    """Normalized correlations of any two steps at the same entries."""
     products = values @ values.T / np.sqrt(values.shape[1])
     return products[np.triu_indices(len(values), 1)]
 
 
 def _beyond(values: np.ndarray, limit: float) -> float:
-    """Probability of so many, or so few, entries beyond a limit."""
+    """The p-value of the number of entries beyond a limit."""
     count, share = int((np.abs(values) > limit).sum()), 2 * float(special.ndtr(-limit))
     above = float(special.bdtrc(count - 1, values.size, share)) if count else 1.0
     return two_sided(float(special.bdtr(count, values.size, share)), above)
 
 
 def _of_maximum(values: np.ndarray) -> float:
-    """Probability of a largest entry so far out, or so near."""
+    """The p-value of the largest entry."""
     tail = 2 * float(special.ndtr(-np.abs(values).max()))
     within = values.size * math.log1p(-min(tail, 1 - 1e-16))
     return two_sided(math.exp(within), -math.expm1(within))
 
 
 def _of_size(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """The first large ones, step by step."""
+    """The first pieces of large parameters, step by step."""
     large = [piece for piece in pieces if piece.shape[1] >= _LARGE]
     if large:
         yield from [piece[step] for step in range(len(large[0])) for piece in large][:_PIECES]
 
 
 # -------------------------------------------------------------------------------------------------
-# Draws of samples as they came, against Poisson sampling: each sample at rate q, independent of all
-# else.
+# The sampled batches, compared with Poisson sampling: each sample independently at rate q.
 
 
 _COINCIDENCES = 2500
-"""Expected, for a number of them to be as good as normal far out."""
+"""Expected number of coincidences for which their number is close to normal far out."""
 
 
 def p_values_of_draws(
     draws: Tensor, rates: Sequence[Rate], weights: Tensor | None = None
 ) -> dict[str, float]:
-    """Of what is most unlike the law, by what is looked at.
+    """P-values of the sampled batches, by kind of test.
 
-    Whole: samples come once at the most, and all of a unit; at q = 1 all come, at q = 0 none. Sizes:
-    of all draws together Binomial(N T, q), and no more and no less unlike each other than
-    Binomial(N, q) are; of draws that are cut none is above the largest, as many reach it and others
-    are as large as by chance. Samples: at any distance in the data set they are drawn together as
-    often as by chance. Steps: any two have as many samples of one rate in common as draws of their
-    sizes (hypergeometric).
+    - whole: a sample comes at most once, and with all of its unit. At q = 1 all come, at q = 0 none.
+    - sizes: all batches together are Binomial(N T, q), and they vary as Binomial(N, q) does. Truncated
+      batches never exceed the largest size, reach it as often, and otherwise vary, as by chance.
+    - rows: samples at any distance in the data set are drawn together as often as by chance.
+    - steps: any two batches share as many samples of one rate as their sizes imply (hypergeometric).
 
     Args:
-        draws: shares of each sample, or unit, that came, [steps, samples].
-        rates: that are accounted, [steps]. weights: factors of them, [samples]; None: all are 1.
+        draws: share of each sample, or unit, that was sampled, [steps, samples].
+        rates: the accounted rates, [steps].
+        weights: factors of the rates, [samples]; None: all are 1.
     """
     whole = bool(((draws == 0) | (draws == 1)).all())
     came = draws.numpy() == 1
     factors = np.ones(came.shape[1]) if weights is None else weights.numpy()
     q = np.asarray([probability(rate) for rate in rates])[:, None] * factors
-    sure = (q == 0) | (q == 1)  # there is no chance in these
+    sure = (q == 0) | (q == 1)  # these are not random
     whole = whole and bool((came == q)[sure].all())
     by_chance = ~sure.all(0)
     if not by_chance.any():
@@ -204,8 +205,8 @@ def p_values_of_draws(
     sizes = came.sum(1)
     cut = [rate for rate in rates if isinstance(rate, TruncatedPoisson)]
     if cut:
-        alike = _cut_sizes(sizes, cut[0])
-        # Given how many there are they are any of the samples.
+        alike = _truncated_sizes(sizes, cut[0])
+        # Given its size, a batch is a uniform subset of the samples.
         q = (np.clip(sizes, 0.5, n - 0.5) / n)[:, None] * factors
         whole = whole and cut == [cut[0]] * steps and cut[0].rows == n
     else:
@@ -221,7 +222,7 @@ def p_values_of_draws(
 
 
 def _sizes(sizes: np.ndarray, q: np.ndarray) -> float:
-    """Sums of independent samples of these rates, [steps, samples]."""
+    """The p-value of batch sizes with independent samples at these rates, [steps, samples]."""
     even = (sizes - q.sum(1)) / np.sqrt((q * (1 - q)).sum(1))
     unlike, steps = float((even**2).sum()), len(sizes)
     return shared([
@@ -230,8 +231,8 @@ def _sizes(sizes: np.ndarray, q: np.ndarray) -> float:
     ])  # fmt: skip
 
 
-def _cut_sizes(sizes: np.ndarray, rate: TruncatedPoisson) -> float:
-    """Binomial ones, of which none is above the largest; Fisher's product of those that are below it."""
+def _truncated_sizes(sizes: np.ndarray, rate: TruncatedPoisson) -> float:
+    """The p-value of truncated binomial sizes; those below the largest by Fisher's method."""
     most, steps = rate.max_batch_size, len(sizes)
     if int(sizes.max()) > most:
         return 0.0
@@ -243,7 +244,7 @@ def _cut_sizes(sizes: np.ndarray, rate: TruncatedPoisson) -> float:
 
 
 def _rows(standard: np.ndarray, rate: float) -> float:
-    """Samples at every distance, in all steps together."""
+    """The p-value of pairs of samples at every distance, in all steps together."""
     steps, n = standard.shape
     counts = np.arange(n - 1, 0, -1) * steps
     enough = counts * rate**2 >= _COINCIDENCES
@@ -255,9 +256,9 @@ def _rows(standard: np.ndarray, rate: float) -> float:
 
 
 def _steps(came: np.ndarray) -> float:
-    """Any two steps; given how many were drawn, what they have in common is exactly hypergeometric.
+    """The p-value of the overlap of any two steps, which is hypergeometric given their sizes.
 
-    Only the pairs that are farthest from what is expected are looked at, of all of them.
+    Only the pairs farthest from the expected overlap are tested, at the level of all pairs.
     """
     steps, n = came.shape
     first, second = np.triu_indices(steps, 1)

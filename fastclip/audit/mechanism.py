@@ -1,8 +1,8 @@
-"""An attack on the mechanism through the real engine, and what it proves.
+"""An attack on the mechanism through the real engine, and the bounds that it proves.
 
-Guesses are independent, as the canaries' coordinates are. Their number gives a lower bound; noise, draws
-and counts are held against their claimed laws. Beside that, two more runs of the same samples,
-small ones, must have no noise in common.
+Guesses are independent, because the canaries have separate coordinates. The number of right guesses
+gives a lower bound. Noise, sampled batches and counts are compared with their claimed laws. In addition,
+two small runs on the same samples must have no noise in common.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from fastclip.clipping import Clipping, Thresholds, dp_sgd
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 # -------------------------------------------------------------------------------------------------
-# Canaries as samples, and models in which each has entries of its own.
+# Canaries as samples, and models in which each canary has its own entries.
 
 
 LOUD = 1e4
-"""Entries of most canaries' gradients: far above every threshold."""
+"""Entries of most canaries' gradients, far above every threshold."""
 EVERY = 11
-"""Each such canary's norm is another one; no multiple of the groups, which alternate."""
+"""Every such canary has a norm of its own. It is no multiple of the groups, which alternate."""
 _SHARED = 1 / 16
-"""A canary's gradient at the bias that it shares with others, where its own entries have 1 or 2."""
+"""A canary's gradient at the bias that it shares with others; its own entries have 1 or 2."""
 _GOLDEN = 0.6180339887498949
 
 
 class Canaries(Dataset):
-    """Those that are there, one or several samples each; a sample is the number of its canary."""
+    """A data set of the present canaries, one or several samples each; a sample is a canary's number."""
 
     def __init__(self, present: Tensor, samples: int) -> None:
         self.numbers = present.nonzero().flatten().repeat_interleave(samples)
@@ -67,16 +67,16 @@ class Canaries(Dataset):
         return (self.numbers[sample],)
 
     def __getitems__(self, samples: Sequence[int]) -> Tensor:
-        """At once: sample by sample they would take longer than a step."""
+        """All at once, because one by one they would take longer than a step."""
         return self.numbers[torch.as_tensor(samples, dtype=torch.int64, device="cpu")]
 
 
 class Model(nn.Module):
-    """What canaries are trained on: number k of them has gradient `loud[k] * own` at entries of its own.
+    """A model in which canary k has gradient `loud[k] * own` at its own entries.
 
     Attributes:
-        own: at its entry of each of the first parameters, [parameters].
-        shared: norm of its gradient in the last one, whose entries are others', too; 0: there is none.
+        own: the gradient at the canary's entry in each of the first parameters, [parameters].
+        shared: norm of the gradient in the last parameter, whose entries it shares; 0 if there is none.
     """
 
     own: tuple[float, ...]
@@ -84,7 +84,7 @@ class Model(nn.Module):
 
     @property
     def parts(self) -> Tensor:
-        """Norms of a canary's gradient whose `loud` is 1 in each parameter, [parameters]."""
+        """Norms of the gradient of a canary with `loud` 1 in each parameter, [parameters]."""
         found = [*self.own, self.shared] if self.shared else self.own
         return torch.tensor(found, dtype=torch.float64, device="cpu")
 
@@ -93,15 +93,15 @@ class Model(nn.Module):
         return float(self.parts.norm())
 
     def sums(self, parts: Tensor) -> list[Tensor]:
-        """Of canaries' gradients with these lengths in each parameter, [parameters, canaries]: flat."""
+        """Flat sums of gradients with these lengths in each parameter, [parameters, canaries]."""
         return list(parts[: len(self.own)])
 
 
 class Entries(Model):
-    """Entry [j, i] of two linear layers for each canary, and j of a bias; the output is [b].
+    """Two linear layers with entry [j, i] per canary, and a bias with entry j; the output is [b].
 
     Args:
-        tied: the layers have one weight, whose gradient is the sum of its two uses.
+        tied: the layers share one weight, whose gradient is the sum of its two uses.
     """
 
     shared = _SHARED
@@ -127,7 +127,7 @@ class Entries(Model):
 
 
 class Tables(Model):
-    """A sample of two embedding tables for each canary; the output is [b]."""
+    """Two embedding tables with one row per canary; the output is [b]."""
 
     own = (1.0, 1.0)
 
@@ -141,19 +141,18 @@ class Tables(Model):
 
 
 def weights_of(canaries: int) -> Tensor:
-    """Factors of the rate, float64 [canaries], where they differ: a quarter of it for every fourth."""
+    """Factors of the rate, float64 [canaries]: a quarter for every fourth canary, otherwise 1."""
     numbers = torch.arange(canaries, dtype=torch.int64, device="cpu")
     return torch.where(numbers % 4 == 3, 0.25, 1.0).to(torch.float64)
 
 
 def loudness(canaries: int, norm: float, threshold: float) -> tuple[Tensor, Tensor]:
-    """How loud each canary is, float32 [canaries], and which of them are LOUD.
+    """The loudness of each canary, float32 [canaries], and which of them are LOUD.
 
-    Norms of the others are spread evenly, in logarithms, from a tenth of the first threshold to 1e4
-    times it.
+    The norms of the others are log-uniform, from a tenth of the first threshold to 1e4 times it.
 
     Args:
-        norm: of a canary whose loudness is 1.
+        norm: norm of a canary with loudness 1.
         threshold: C of the first step.
     """
     numbers = torch.arange(canaries, dtype=torch.float64, device="cpu")
@@ -164,50 +163,50 @@ def loudness(canaries: int, norm: float, threshold: float) -> tuple[Tensor, Tens
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Its parameters for an optimizer: the first in a group, the others in another of another rate."""
+    """Two parameter groups for an optimizer, the second with another learning rate."""
     first, *others = model.parameters()
     return [{"params": [first]}, {"params": others, "lr": 0.5}]
 
 
 def collate(samples: Any) -> tuple[Tensor]:
-    """Numbers that were fetched as a whole, or sample by sample."""
+    """Collates numbers that were fetched all at once, or one by one."""
     return (samples,) if isinstance(samples, Tensor) else tuple(default_collate(samples))
 
 
 # -------------------------------------------------------------------------------------------------
-# A canary a coordinate, through the real engine, sampler and noise.
+# One canary per coordinate, through the real engine, sampler and noise.
 #
 # Canary (i, j) is a sample whose gradient has one entry in each of two parameters, U[j, i] and V[j,
-# i], and is as good as none elsewhere: what the engine adds there, beside noise, is this sample's
-# clipped contribution or nothing. Most are far above the threshold, every eleventh has a norm of
-# its own (`Canaries`). Each is in the data set by a fair coin. What the engine releases in each
-# step is scored by the likelihood ratio of the claimed mechanism. The audit knows, too, who was
-# drawn: what is released beside exactly clipped sums of these samples, and exact counts, must be noise
-# alone.
+# i], and almost none elsewhere. At these entries the engine adds noise, and the clipped contribution
+# of this sample or nothing. Most norms are far above the threshold; every eleventh canary has a norm
+# of its own (`loudness`). A fair coin includes each canary. The likelihood ratio of the claimed
+# mechanism scores what the engine releases in each step. The audit also knows which samples were
+# drawn. The release minus the exactly clipped sums of these samples, and the counts minus the exact
+# counts, must be pure noise.
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run is set up.
+    """The options of a run.
 
     Attributes:
-        name: in the table.
+        name: name in the table.
         noise_multiplier, steps, rate: sigma, T and q.
-        clipping: the strategy; the groups of a strategy with groups alternate from canary to canary.
-        groups: number of them.
-        lookup: canaries are samples of embedding tables, not entries of linear layers.
+        clipping: the strategy. If it has groups, they alternate from canary to canary.
+        groups: number of groups.
+        lookup: canaries are rows of embedding tables, not entries of linear layers.
         tied: the two linear layers share their weight.
-        max_grad_norm: first threshold, or one a parameter.
-        expected: B over the samples that are drawn on average.
-        physical: samples of a physical batch; None: the whole draw at once.
-        samples: of each canary, which is then a unit.
-        poisson: draw samples; else every pass takes all of them, in their order.
-        secure: noise and draws from ChaCha20.
+        max_grad_norm: the first threshold, or one per parameter.
+        expected: B over the average size of a sampled batch.
+        physical: samples of a physical batch; None keeps the sampled batch whole.
+        rows: number of samples of each canary. With several, a canary is a privacy unit.
+        poisson: use Poisson sampling. If False, every pass takes all samples in order.
+        secure: noise and sampling from ChaCha20.
         ranks: processes of DistributedDataParallel.
         weighted: every fourth canary is drawn at a quarter of the rate, and not guessed.
-        cut: the largest draw over the average one. Their number is public then: canaries that are out
-            are samples without a gradient.
-        most: canaries at the most.
+        cut: the largest batch over the average batch of truncated Poisson sampling. The number of
+            samples is public then, so canaries that are out are samples without a gradient.
+        most: maximum number of canaries.
     """
 
     name: str
@@ -231,20 +230,19 @@ class Setting:
 
 
 class Attacked(NamedTuple):
-    """What an attack has seen.
+    """The observations of an attack.
 
     Attributes:
         scores: log-likelihood ratios, [canaries].
-        loud: canaries that are guessed, bool [canaries].
-        noise: what was released beside exactly clipped sums, over its claimed deviation,
-            [steps, entries].
-        sizes: entries of each parameter.
-        draws: of those that are there, shares of their samples that came, [steps, canaries].
-        counts: noise of the counts over its claimed deviation, flat; empty where nothing is counted.
+        loud: the canaries that are guessed, bool [canaries].
+        noise: the release minus the exactly clipped sums, over its claimed deviation, [steps, entries].
+        sizes: number of entries of each parameter.
+        draws: share of each present canary's samples that were sampled, [steps, canaries].
+        counts: noise of the counts over its claimed deviation, flat; empty if nothing is counted.
         reach: the largest contribution over the sensitivity.
         history: steps that the engine recorded.
-        claimed: epsilon that it states.
-        weights: of the draws' rates, where these differ, [canaries].
+        claimed: epsilon that the engine states.
+        weights: factors of the sampling rate, [canaries], if they differ.
     """
 
     scores: Tensor
@@ -263,12 +261,12 @@ def attack(
     setting: Setting, inside: Tensor, delta: float, engine: Callable[..., Any] = FastPrivacyEngine,
     wrapper: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Attacked:  # fmt: skip
-    """Run the setting with the canaries that are in."""
+    """Runs the setting with the canaries that are in."""
     width = math.isqrt(len(inside))
     model = Tables(width) if setting.lookup else Entries(width, setting.tied)
     seen = Observer(setting, model, inside)
     data = Canaries(seen.present, setting.rows)
-    expected = setting.expected * setting.rate * len(inside) / 2  # public: fixed before the coins
+    expected = setting.expected * setting.rate * len(inside) / 2  # public, independent of the coins
     options: dict[str, Any] = {"sample_rate": setting.rate, "expected_batch_size": expected}
     book, sampler = {}, None
     if setting.cut is not None:
@@ -290,17 +288,17 @@ def attack(
     )  # fmt: skip
     for _ in range(setting.steps):
         before, levels = optimizer.grad_state.clipping.next, optimizer.noise_levels
-        drawn = one_step(setting, made, private, optimizer, loader, seen.loud * inside)
+        sampled = one_step(setting, made, private, optimizer, loader, seen.loud * inside)
         seen.step(
             optimizer.grad_state.clipping.current, before, levels.gradients,
-            drawn, optimizer.expected_batch_size, optimizer.noisy_counts,
+            sampled, optimizer.expected_batch_size, optimizer.noisy_counts,
         )  # fmt: skip
     history = [(sigma, rate, steps) for sigma, rate, steps in made.accountant.history]
     return seen.found(history, made.get_epsilon(delta))
 
 
 class Observer:
-    """Sees every release of a run, and knows every sample."""
+    """Observes every release of a run, and knows every sample."""
 
     def __init__(self, setting: Setting, model: Model, inside: Tensor) -> None:
         self.setting, self.model, self.inside = setting, model, inside
@@ -322,39 +320,39 @@ class Observer:
         self.reach = 0.0
 
     def step(
-        self, state: Thresholds, before: Thresholds, sigma: float, drawn: Tensor, divisor: float,
+        self, state: Thresholds, before: Thresholds, sigma: float, sampled: Tensor, divisor: float,
         counts: Tensor | None,
     ) -> None:  # fmt: skip
-        """A release, of these samples at these thresholds; counts are of those `before` them."""
+        """Records a release of these samples at these thresholds; counts use those `before` them."""
         clipping, s = self.setting.clipping, float(self.setting.clipping.sensitivity(state))
         layers = self.parts if clipping.threshold.per_layer else None
         scales = clipping.scales(self.norms, state, self.groups, layers) / s
         if counts is not None:
-            policy, here = clipping.threshold, self.inside & (drawn > 0)
+            policy, here = clipping.threshold, self.inside & (sampled > 0)
             groups = None if policy.num_groups is None else self.groups[here]
             noise = counts - policy.count(self.norms[here].float(), before, groups)
             self.counts.append((noise / policy.count_sensitivity).reshape(-1))
-        self.release(scales, sigma, drawn, divisor / s)
+        self.release(scales, sigma, sampled, divisor / s)
 
-    def release(self, scales: Tensor, sigma: float, drawn: Tensor, factor: float) -> None:
-        """Gradients, `factor` times which are sums in units of S, of canaries that have these scales."""
+    def release(self, scales: Tensor, sigma: float, sampled: Tensor, factor: float) -> None:
+        """Records gradients; times `factor` they are sums in units of S, at these scales of canaries."""
         parts = scales * self.parts
         self.reach = max(self.reach, float(parts.norm(dim=0).max()))
         released = [factor * p.grad.double().reshape(-1) for p in self.model.parameters()]  # type: ignore[union-attr]
-        sums = self.model.sums(parts * drawn * self.inside)
+        sums = self.model.sums(parts * sampled * self.inside)
         self.noise.append(torch.cat([r - c for r, c in zip(released, sums, strict=True)]))
-        self.draws.append(drawn[self.present])
+        self.draws.append(sampled[self.present])
         own = parts[: len(self.model.own)]
         along = (own * torch.stack(released[: len(own)])).sum(0)
         rates = self.weights * self.setting.rate if self.setting.poisson else self.weights
         self.scores += ratios(rates, own.square().sum(0), along, sigma)
 
     def found(self, history: list[Step], claimed: float) -> Attacked:
-        """All of it. Deviations are those of the steps as they were recorded."""
-        told = by_steps(history) or [(self.setting.noise_multiplier, self.setting.rate)]
-        told += told[-1:] * (len(self.noise) - len(told))
+        """All observations, with the noise over the deviation of the recorded steps."""
+        steps = by_steps(history) or [(self.setting.noise_multiplier, self.setting.rate)]
+        steps += steps[-1:] * (len(self.noise) - len(steps))
         ratio = self.setting.clipping.threshold.count_noise_ratio
-        levels = [split(sigma, ratio) for sigma, _ in told]
+        levels = [split(sigma, ratio) for sigma, _ in steps]
         noise = [n / level.gradients for n, level in zip(self.noise, levels, strict=False)]
         counts = [n / (level.counts or 1) for n, level in zip(self.counts, levels, strict=False)]
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -366,7 +364,7 @@ class Observer:
 
 
 def on_ranks(setting: Setting, inside: Tensor, delta: float) -> Attacked:
-    """The same on several processes of this machine, as the first of them sees it."""
+    """Runs the attack on several processes of this machine, as the first of them sees it."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(
             _rank, (Path(folder), setting, inside, delta), nprocs=setting.ranks, join=True
@@ -380,7 +378,7 @@ def _rank(rank: int, folder: Path, setting: Setting, inside: Tensor, delta: floa
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=setting.ranks
     )
-    torch.manual_seed(0)  # the same weights everywhere; noise comes from streams of each rank's own
+    torch.manual_seed(0)  # the same weights everywhere; each rank has its own noise stream
     found = attack(setting, inside, delta, wrapper=DistributedDataParallel)
     if rank == 0:
         torch.save(tuple(found), folder / "seen")
@@ -390,10 +388,10 @@ def _rank(rank: int, folder: Path, setting: Setting, inside: Tensor, delta: floa
 def one_step(
     setting: Setting, engine: Any, model: Any, optimizer: Any, loader: Any, loud: Tensor
 ) -> Tensor:
-    """A logical batch, in physical ones where the setting says so; others that follow are not drawn.
+    """Takes one step on one logical batch, in physical batches if the setting has them.
 
     Returns:
-        Of each canary, the share of its samples that came, on all ranks together.
+        The share of each canary's samples that were sampled, on all ranks together, [canaries].
     """
     came = torch.zeros(len(loud), dtype=torch.float64, device="cpu")
     cut = nullcontext(loader) if setting.physical is None else BatchMemoryManager(
@@ -415,13 +413,15 @@ def one_step(
 
 
 def ratios(rates: Tensor, squares: Tensor, along: Tensor, sigma: float) -> Tensor:
-    """Log-likelihood ratios of "in" to "out" for every canary, from what a step released.
+    """Log-likelihood ratios of "in" to "out" for every canary, from the release of a step.
 
-    In units of S the release at a canary's own entries is N(c b, sigma^2), with its contribution c, and
-    b being 1 where it is in and drawn (with probability q), else 0.
+    In units of S the release at a canary's own entries is N(c b, sigma^2), with its contribution c.
+    b is 1 if the canary is in and sampled (with probability q), otherwise 0.
 
     Args:
-        rates: q, [canaries]. squares: |c|^2. along: inner products of c with the release.
+        rates: q, [canaries].
+        squares: |c|^2, [canaries].
+        along: inner products of c with the release, [canaries].
     """
     exponent = (along - squares / 2) / sigma**2
     return torch.logaddexp(rates.log() + exponent, torch.log1p(-rates))
@@ -431,31 +431,31 @@ def ratios(rates: Tensor, squares: Tensor, along: Tensor, sigma: float) -> Tenso
 
 
 ALARM = 1e-3
-"""Probability that a whole command calls anything refuted of an engine whose claims are true."""
+"""Probability that a whole command refutes any claim of an engine whose claims are true."""
 MADE = 27
-"""Audits of the standard command, which share it."""
+"""Number of audits of the standard command, which share ALARM."""
 FEWEST = 900
-"""Canaries of which a halved sigma is found in every setting (99%)."""
+"""Fewest canaries that detect a halved sigma in every setting (99%)."""
 _SMALL, _COUNTED = 2500, 16
-"""Canaries of the runs that are made twice; their steps, where something is counted."""
+"""Canaries of the runs that are made twice, and their steps if something is counted."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of a setting.
+    """The result of an audit of one setting.
 
     Attributes:
-        setting: its name.
+        setting: name of the setting.
         claimed: epsilon that the engine states.
-        tight: of the mechanism that it claims.
-        bound: below the true epsilon, but with probability `significance`.
-        proven: below that of any mechanism, but with probability `alarm`.
-        tests: p-values under what is claimed, by "group: what was looked at".
+        tight: tight epsilon of the claimed mechanism.
+        bound: lower bound on epsilon, wrong with probability at most `significance`.
+        proven: lower bound for any mechanism, wrong with probability at most `alarm`.
+        tests: p-values under the claim, by "group: test".
         few: p-value of so few right guesses.
-        faults: what no p-value is needed for.
-        delta, significance, alarm: of both bounds, and below what a p-value refutes.
-        canaries, right: guesses, and those that were right.
-        seconds: it took.
+        faults: faults that need no p-value.
+        delta, significance, alarm: of the bounds; a p-value refutes the claim below its share of alarm.
+        canaries, right: number of guesses, and of right guesses.
+        seconds: run time.
     """
 
     setting: str
@@ -475,32 +475,32 @@ class Finding:
 
     @property
     def refuted(self) -> bool:
-        """The claim is false, or what has happened does so with probability `alarm` at most."""
+        """Whether the claim is refuted; a true claim is with probability at most `alarm`."""
         return bool(self.faults or self.p_of("") < self.alarm or self.proven > self.claimed)
 
     @property
     def says_nothing(self) -> bool:
-        """The attack did not work: far fewer guesses are right than the claim itself would allow."""
+        """Whether the attack failed, with far fewer right guesses than the claim allows."""
         return bool(not self.refuted and self.few < self.alarm and self.bound < self.tight / 2)
 
     def p_of(self, group: str) -> float:
-        """Of a group of tests, or of all of them, which share it."""
+        """The joint p-value of a group of tests, or of all with ""."""
         return shared(p for name, p in self.tests.items() if name.startswith(group))
 
 
 def audit(setting: Setting, *, canaries: int = 100_000, delta: float = 1e-5,
           significance: float = 0.05, alarm: float = ALARM / MADE, seed: int | None = None,
           engine: Callable[..., Any] = FastPrivacyEngine) -> Finding:  # fmt: skip
-    """Attack a run of the setting.
+    """Attacks a run of the setting.
 
     Args:
-        setting: what is run.
-        canaries: about so many (the next square below), of which one in eleven is not guessed.
-        delta: of the epsilon that is claimed, and bounded.
+        setting: the options of the run.
+        canaries: number of canaries, rounded down to a square. One in eleven is not guessed.
+        delta: delta of the claimed and the bounded epsilon.
         significance: probability that the bound is above the true epsilon.
-        alarm: probability that a claim that is true is called refuted.
-        seed: of the coins; None: from the operating system. Noise and draws are the engine's own.
-        engine: makes the engine under attack, from secure_mode=.
+        alarm: probability that a true claim is refuted.
+        seed: seed of the coins; None uses the operating system. Noise and sampling are the engine's.
+        engine: secure_mode= -> the engine under attack.
 
     Returns:
         The Finding.
@@ -522,7 +522,7 @@ def audit(setting: Setting, *, canaries: int = 100_000, delta: float = 1e-5,
 
 
 def coins(canaries: int, generator: torch.Generator) -> Tensor:
-    """Who is in, bool [canaries]."""
+    """Fair coins that say which canaries are in, bool [canaries]."""
     width = math.isqrt(canaries)
     return torch.rand(width**2, generator=generator, dtype=torch.float64, device="cpu") < 0.5
 
@@ -531,15 +531,17 @@ def judge(
     name: str, found: Attacked, inside: Tensor, delta: float, significance: float, alarm: float,
     start: float, again: Sequence[Attacked] = (),
 ) -> Finding:  # fmt: skip
-    """What an attack proves, and two small runs of the same samples."""
+    """The finding of an attack, and of two small runs on the same samples."""
     history, loud = found.history, found.loud
     right, guesses = int(((found.scores > 0) == inside)[loud].sum()), int(loud.sum())
     tests = {"guesses": p_of_guesses(history, right, guesses)}
     tight, faults = tight_epsilon(history, delta), faults_of(found)
     if found.claimed < tight - MESH:
-        faults.append(f"epsilon {found.claimed:.3f} is stated of a mechanism of {tight:.3f}")
+        faults.append(
+            f"epsilon {found.claimed:.3f} is stated for a mechanism of epsilon {tight:.3f}"
+        )
     if found.noise.isfinite().all():
-        tests |= looks(found, again)
+        tests |= tests_of(found, again)
     made = Finding(
         setting=name, claimed=found.claimed, tight=tight,
         bound=refuted_epsilon(history, right, guesses, significance, delta),
@@ -548,33 +550,33 @@ def judge(
         alarm=alarm, canaries=guesses, right=right, seconds=time.perf_counter() - start,
         faults=faults,
     )  # fmt: skip
-    if made.refuted:  # then it may be of another family
+    if made.refuted:  # then the mechanism may be of another family
         provable = provable_epsilon(right, guesses, significance, delta)
         made = replace(made, bound=min(made.bound, provable))
     return made
 
 
 def faults_of(found: Attacked) -> list[str]:
-    """What is wrong whatever the coins were."""
+    """The faults that do not depend on the coins."""
     faults = []
     if not found.noise.isfinite().all():
-        faults.append("what is released is not finite")
+        faults.append("the release is not finite")
     if found.reach > 1 + 1e-5:
-        faults.append(f"a row contributes {found.reach:.3f} times the sensitivity")
+        faults.append(f"a sample contributes {found.reach:.3f} times the sensitivity")
     steps = len(by_steps(found.history))
     if steps != len(found.noise):
-        faults.append(f"{steps} steps are recorded of {len(found.noise)}")
+        faults.append(f"{steps} of {len(found.noise)} steps are recorded")
     return faults
 
 
-def looks(found: Attacked, again: Sequence[Attacked]) -> dict[str, float]:
-    """P-values of noise, draws and counts."""
+def tests_of(found: Attacked, again: Sequence[Attacked]) -> dict[str, float]:
+    """P-values of noise, sampled batches and counts."""
     noise = laws.p_values_of_noise(found.noise, found.sizes)
     rates = [rate for _, rate in by_steps(found.history)]
     rates += rates[-1:] * (len(found.draws) - len(rates))
     draws = laws.p_values_of_draws(found.draws, rates[: len(found.draws)], found.weights)
-    tests = {f"noise: {look}": p for look, p in noise.items()}
-    tests |= {f"draws: {look}": p for look, p in draws.items()}
+    tests = {f"noise: {name}": p for name, p in noise.items()}
+    tests |= {f"draws: {name}": p for name, p in draws.items()}
     if again:
         tests["noise: runs"] = of_repeats(*(one.noise.reshape(-1) for one in again))
     counts = torch.cat([found.counts, *(one.counts for one in again)])
@@ -584,7 +586,7 @@ def looks(found: Attacked, again: Sequence[Attacked]) -> dict[str, float]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Opacus' own engine under the same attack: one that claims no more, and is run as its users run it.
+# Opacus' own engine under the same attack, run as its users run it.
 
 
 SETTINGS = (
@@ -594,16 +596,16 @@ SETTINGS = (
     Setting("order of the loader", poisson=False),
     Setting("order, 5 batches", 2.0, 5, 0.2, poisson=False),
 )
-"""What its interface has words for, with flat clipping."""
+"""The settings that its interface supports, with flat clipping."""
 MOST = 10_000
-"""Canaries: it keeps the whole gradient of every sample."""
+"""Maximum number of canaries, because Opacus keeps the whole gradient of every sample."""
 
 
 def audit_opacus(
     setting: Setting, *, canaries: int = MOST, delta: float = 1e-5, significance: float = 0.05,
     alarm: float = ALARM / MADE, mode: str = "hooks",
 ) -> Finding:  # fmt: skip
-    """As `audit`, of opacus.PrivacyEngine in this grad_sample_mode."""
+    """Audits opacus.PrivacyEngine in this grad_sample_mode, as `audit` does."""
     start = time.perf_counter()
     width = math.isqrt(min(canaries, MOST))
     inside = torch.rand(width**2, dtype=torch.float64, device="cpu") < 0.5
@@ -612,7 +614,7 @@ def audit_opacus(
 
 
 def attack_opacus(setting: Setting, inside: Tensor, delta: float, mode: str) -> Attacked:
-    """As `attack`. Opacus takes q from the loader's length, and B from the data set's."""
+    """Attacks Opacus as `attack` does; it takes q from the loader's length and B from the data set's."""
     model = Entries(math.isqrt(len(inside)))
     data = Canaries(inside, 1)
     batch = math.ceil(len(data) * setting.rate)

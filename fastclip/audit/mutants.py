@@ -1,6 +1,6 @@
-"""Engines that are broken on purpose, in the ways in which private training has been broken.
+"""Engines broken on purpose, in ways in which private training was broken before.
 
-Each `Mutant` replaces one function, and is audited in a setting in which it matters. Only
+Each `Mutant` replaces one function, and is audited in a setting where that matters. Only
 `python -m fastclip.audit --mutants` imports this module.
 """
 
@@ -33,7 +33,7 @@ from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.ops.noise import NoiseSource, SecureNoise, SeededNoise
 
 # -------------------------------------------------------------------------------------------------
-# Ways to break one function of fastclip or Opacus while a context is open; mutants.py has the list.
+# Ways to break one function of fastclip or Opacus while a context is open.
 
 
 Change = Callable[..., Any]
@@ -41,7 +41,7 @@ Change = Callable[..., Any]
 
 @contextmanager
 def replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner.name` is `made(owner.name)`."""
+    """Replaces `owner.name` by `made(owner.name)` while the context is open."""
     original = getattr(owner, name)
     setattr(owner, name, made(original))
     try:
@@ -51,21 +51,21 @@ def replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None
 
 
 def noise(change: Callable[[list[Tensor], Release], list[Tensor]]) -> Callable[[], Any]:
-    """The noise of a step, [parameters], in units of the gradient, is `change(noise, step)`."""
+    """Replaces the noise of a step, in units of the gradient, by `change(noise, step)`."""
     return lambda: released(
-        lambda clean, drawn, step: [c + n for c, n in zip(clean, change(drawn, step), strict=True)]
+        lambda clean, noise, step: [c + n for c, n in zip(clean, change(noise, step), strict=True)]
     )
 
 
 def sums(change: Callable[[list[Tensor], Release], list[Tensor]]) -> Callable[[], Any]:
-    """The clipped sums over the divisor are `change(sums, step)`, before noise."""
+    """Replaces the clipped sums over the divisor by `change(sums, step)`, before noise."""
     return lambda: released(
-        lambda clean, drawn, step: [c + n for c, n in zip(change(clean, step), drawn, strict=True)]
+        lambda clean, noise, step: [c + n for c, n in zip(change(clean, step), noise, strict=True)]
     )
 
 
 def scales(change: Change) -> Callable[[], Any]:
-    """Scales of the samples are `change(scales, norms, C, squared norms by parameter)`."""
+    """Replaces the scales of samples by `change(scales, norms, C, squared norms by parameter)`."""
 
     def made(clip: Any) -> Any:
         def broken(self: ClippingState, norm_sq: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,15 +80,15 @@ def scales(change: Change) -> Callable[[], Any]:
 def accounting(
     change: Callable[[int, float, float], tuple[float, float] | None],
 ) -> Callable[[], Any]:
-    """Step number k of (sigma, q) is recorded as `change(k, sigma, q)`; None: not at all."""
+    """Records step k of (sigma, q) as `change(k, sigma, q)`, or not at all if that is None."""
 
     def made(step: Any) -> Any:
         numbers = count(1)
 
         def broken(self: Any, *, noise_multiplier: float, sample_rate: float) -> None:
-            told = change(next(numbers), noise_multiplier, sample_rate)
-            if told is not None:
-                step(self, noise_multiplier=told[0], sample_rate=told[1])
+            entry = change(next(numbers), noise_multiplier, sample_rate)
+            if entry is not None:
+                step(self, noise_multiplier=entry[0], sample_rate=entry[1])
 
         return broken
 
@@ -96,7 +96,7 @@ def accounting(
 
 
 def rates(factor: float) -> Callable[[], Any]:
-    """Samples are drawn at another rate than is accounted."""
+    """Draws samples at another rate than the accounted one."""
 
     def made(sampler: Any) -> Any:
         def broken(self: SamplingPlan, generator: Any) -> Any:
@@ -109,12 +109,12 @@ def rates(factor: float) -> Callable[[], Any]:
 
 
 def draws(change: Callable[[PoissonSampler, Any], Tensor]) -> Callable[[], Any]:
-    """Samples of a step are `change(sampler, its own draw)`."""
+    """Replaces the sampled batch by `change(sampler, its own method)`."""
     return lambda: replaced(PoissonSampler, "draw", lambda own: lambda self: change(self, own))
 
 
 def shares(change: Callable[[NoiseLevels], NoiseLevels]) -> Callable[[], Any]:
-    """Where something is counted, gradients and counts get `change(their levels)` of noise."""
+    """Changes the noise levels of gradients and counts, if something is counted."""
 
     def made(split: Any) -> Any:
         def broken(sigma: float, ratio: float | None) -> NoiseLevels:
@@ -128,14 +128,14 @@ def shares(change: Callable[[NoiseLevels], NoiseLevels]) -> Callable[[], Any]:
 
 @dataclass
 class Release:
-    """What a release of gradients knows.
+    """The context of a release of gradients.
 
     Attributes:
-        number: of the release in its run, from 0.
-        divisor: public.
-        physical: backward passes that it holds.
-        samples: that they had.
-        kept: from release to release of a run, for the mutant's own use.
+        number: number of the release in its run, from 0.
+        divisor: the public divisor.
+        physical: number of its backward passes.
+        rows: number of samples in them.
+        kept: values of the mutant, kept between releases of a run.
     """
 
     number: int
@@ -149,7 +149,7 @@ class Release:
 def released(
     change: Callable[[list[Tensor], list[Tensor], Release], list[Tensor]],
 ) -> Iterator[None]:
-    """What is released is `change(clipped sums / divisor, noise, step)`."""
+    """Replaces the release by `change(clipped sums / divisor, noise, step)`."""
     kept: dict[str, Any] = {}
     counted = {"passes": 0, "rows": 0}
 
@@ -165,7 +165,7 @@ def released(
         def broken(
             grad_state: Any, parameters: Sequence[Any], batches: int, divisor: float, *rest: Any
         ) -> Any:
-            if not grad_state.clipping.step:  # another run begins
+            if not grad_state.clipping.step:  # another run starts
                 kept.clear()
             held = [grad_state.sums.take(p) for p in parameters]
             clean = [
@@ -185,7 +185,7 @@ def released(
 
 
 # -------------------------------------------------------------------------------------------------
-# Ways to break how samples are drawn, and how draws are recorded; mutants.py has the list.
+# Ways to break how batches are sampled, and how sampling is recorded.
 
 
 def same_draw(sampler: PoissonSampler, own: Any) -> Tensor:
@@ -215,7 +215,7 @@ def shuffled(sampler: PoissonSampler, own: Any) -> Tensor:
 
 
 def as_many_steps_as_samples() -> AbstractContextManager[None]:
-    """Of a pass."""
+    """Makes a pass have as many steps as samples."""
 
     def made(sampler: Any) -> Any:
         def broken(self: SamplingPlan, generator: Any) -> Any:
@@ -229,7 +229,7 @@ def as_many_steps_as_samples() -> AbstractContextManager[None]:
 
 
 def size_of_data() -> AbstractContextManager[None]:
-    """B = int(N q), whatever was asked for."""
+    """Sets B = int(N q), whatever was asked for."""
 
     def made(planned: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> SamplingPlan:
@@ -243,12 +243,12 @@ def size_of_data() -> AbstractContextManager[None]:
 
 
 def recorded_uncut() -> AbstractContextManager[None]:
-    """Draws that are cut have the price of those that are not."""
+    """Accounts truncated Poisson sampling as if it were not truncated."""
     return replaced(recorded, "accounted_rate", lambda own: lambda design: design.rate)
 
 
 def first_samples() -> AbstractContextManager[None]:
-    """A draw that is too large keeps its first samples, not a random subset."""
+    """Makes a batch that is too large keep its first samples instead of a random subset."""
     return replaced(
         PoissonSampler,
         "some",
@@ -259,7 +259,7 @@ def first_samples() -> AbstractContextManager[None]:
 
 
 def at_mean_rate() -> AbstractContextManager[None]:
-    """Samples of several rates are accounted at the mean of them, not at the largest."""
+    """Accounts several rates at their mean instead of the largest."""
 
     def made(weighted: Any) -> Any:
         def broken(*args: Any) -> Any:
@@ -295,8 +295,8 @@ class Mutant:
 
     Attributes:
         name: what is broken.
-        setting: in which it is audited.
-        broken: a context in which it is.
+        setting: the setting in which it is audited.
+        broken: () -> a context in which the engine is broken.
     """
 
     name: str
@@ -304,7 +304,7 @@ class Mutant:
     broken: Callable[[], AbstractContextManager[None]]
 
     def audited(self, canaries: int, runs: int, **given: Any) -> Finding | Told:
-        """What the audit finds of it; delta and significance are those of the mechanism's."""
+        """Audits it; delta and significance apply to audits of the mechanism."""
         with self.broken():
             if isinstance(self.setting, Setting):
                 return audit(self.setting, canaries=canaries, **given)
@@ -328,7 +328,7 @@ def _cut(drawn: list[Tensor], step: Release) -> list[Tensor]:
 
 
 def _coarse(drawn: list[Tensor], step: Release) -> list[Tensor]:
-    """Box and Muller's of uniform numbers of 10 bits."""
+    """Box-Muller noise from uniform numbers of 10 bits."""
     found = []
     for n in drawn:
         radius = (-2 * torch.log((torch.randint_like(n, 1024) + 1) / 1024)).sqrt()
@@ -337,7 +337,7 @@ def _coarse(drawn: list[Tensor], step: Release) -> list[Tensor]:
 
 
 def _moved(drawn: list[Tensor], step: Release) -> list[Tensor]:
-    """One stream, in which each step begins an entry after the one before."""
+    """Noise of one stream, in which each step starts one entry later."""
     flat = torch.cat([n.flatten() for n in drawn])
     stream = step.kept.setdefault("stream", torch.cat([flat, flat[:1000].roll(1)]))
     part = stream[step.number : step.number + len(flat)]
@@ -346,7 +346,7 @@ def _moved(drawn: list[Tensor], step: Release) -> list[Tensor]:
 
 
 def _seeded(kind: type[NoiseSource]) -> AbstractContextManager[None]:
-    """Every run has the noise of one seed, or key."""
+    """Gives every run the noise of one seed, or key."""
 
     def made(normal: Any) -> Any:
         def broken(self: Any, out: Tensor, std: float = 1.0) -> Tensor:
@@ -373,7 +373,7 @@ def _tenth_of_epsilon() -> AbstractContextManager[None]:
 
 
 def _first_sensitivity() -> AbstractContextManager[None]:
-    """Noise is scaled to the first C, while C moves."""
+    """Scales noise to the first C, while C moves."""
     return replaced(
         ClippingState,
         "sensitivity",
@@ -382,24 +382,24 @@ def _first_sensitivity() -> AbstractContextManager[None]:
 
 
 def _largest_c() -> AbstractContextManager[None]:
-    """Noise is scaled to the largest C, whatever else S depends on."""
+    """Scales noise to the largest C, whatever else S depends on."""
     return replaced(
         ClippingState, "sensitivity", lambda own: lambda self: self.current.threshold.max()
     )
 
 
 def _counts_for_nothing() -> AbstractContextManager[None]:
-    """Gradients have all of sigma where counts of the same step were released before."""
+    """Gives gradients all of sigma although counts of the same step were released before."""
     return replaced(clipping_state, "remaining", lambda own: lambda sigma, counts: sigma)
 
 
 def _samples_alone() -> AbstractContextManager[None]:
-    """The units of a batch are drawn, but its samples are clipped one by one."""
+    """Samples units, but clips their samples one by one."""
     return replaced(LogicalBatch, "unit_samples", lambda own: lambda *args: (own(*args), None)[1])
 
 
 def _averaged(found: Tensor, norms: Tensor, c: Tensor, norm_sq: Tensor) -> Tensor:
-    """All samples get the scale of their mean gradient; those of canaries are orthogonal."""
+    """Gives all samples the scale of their mean gradient; canaries' gradients are orthogonal."""
     mean = norms.square().sum().sqrt() / max(1, len(norms))
     return torch.full_like(found, float(c / torch.maximum(mean, c)))
 
@@ -411,20 +411,20 @@ def _stale(clean: list[Tensor], step: Release) -> list[Tensor]:
 
 
 def _empty_skipped(clean: list[Tensor], drawn: list[Tensor], step: Release) -> list[Tensor]:
-    """Where nobody was drawn nothing is released."""
+    """Releases nothing if no sample was drawn."""
     if any(bool(c.any()) for c in clean):
         return [c + n for c, n in zip(clean, drawn, strict=True)]
     return clean
 
 
 def _by_samples_drawn(clean: list[Tensor], drawn: list[Tensor], step: Release) -> list[Tensor]:
-    """Divided by the samples that came, which are data, in the place of the public B."""
+    """Divides by the number of sampled samples, which is private, instead of the public B."""
     factor = step.divisor / max(1, step.rows)
     return [(c + n) * factor for c, n in zip(clean, drawn, strict=True)]
 
 
 def _raw_counts() -> AbstractContextManager[None]:
-    """Counts get no noise."""
+    """Releases counts without noise."""
     return replaced(NoiseSource, "draw", lambda draw: lambda self, like, std: draw(self, like, 0.0))
 
 

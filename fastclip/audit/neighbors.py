@@ -1,8 +1,8 @@
-"""Whole training runs on N samples and on N + 1, told apart by everything that they release.
+"""Distinguishes training runs on N and on N + 1 samples by everything that they release.
 
-The other samples, their number, and all settings are known to the attacker; the sample in question
-is there or not. A run is what a user's is: make_private, a loop, thresholds that move. It is made
-many times, and every number that it releases is a score of its own.
+The attacker knows the other samples, their number, and all settings. One sample is in the data set or
+not. A run is a full user run: make_private, a loop, thresholds that move. It is repeated many times,
+and every released number is a score.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from fastclip.clipping import (
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 FEWEST = 200
-"""Runs of each kind in which a number is found that shows the sample in half of them."""
+"""Fewest runs of each kind that detect a number which reveals the sample in half of the runs."""
 
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Two data sets and how they are trained on.
+    """Two neighboring data sets and the training options.
 
     Attributes:
-        name: in the table.
-        others: N, samples that both hold.
-        noise_multiplier, steps, rate, clipping: as everywhere; B is 1 whatever N is.
+        name: name in the table.
+        others: N, the number of samples that both hold.
+        noise_multiplier, steps, rate, clipping: sigma, T, q and the strategy. B is 1 for any N.
     """
 
     name: str
@@ -57,14 +57,14 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class Told:
-    """What was found.
+    """The result of an audit with neighbors.
 
     Attributes:
-        setting: its name.
+        setting: name of the setting.
         claimed: epsilon that the engine states.
-        bound: the largest of those of all scores, which share the significance.
-        by: the score that it comes from.
-        runs: with the sample, and as many without it.
+        bound: the largest bound of all scores, which share the significance.
+        by: name of the score with this bound.
+        runs: number of runs with the sample, and of runs without it.
     """
 
     setting: str
@@ -79,21 +79,21 @@ class Told:
 
     @property
     def refuted(self) -> bool:
-        """The bound is above the claim, or the claim below what is recorded, or a number is none."""
+        """Whether the bound exceeds the claim, or there is a fault: a low claim, a number not finite."""
         return bool(self.faults or self.bound > self.claimed)
 
 
 def audit_neighbors(setting: Neighbors, *, runs: int = 400, delta: float = 1e-3,
                      significance: float = ALARM / MADE,
                      engine: Callable[..., Any] = FastPrivacyEngine) -> Told:  # fmt: skip
-    """Train `runs` times with the sample and as often without it.
+    """Trains `runs` times with the sample and as often without it.
 
     Args:
-        setting: what is run.
-        runs: of each kind.
-        delta: of the epsilon that is claimed, and bounded.
+        setting: the data sets and training options.
+        runs: number of runs of each kind.
+        delta: delta of the claimed and the bounded epsilon.
         significance: probability that the bound is above the true epsilon.
-        engine: makes the engine under attack.
+        engine: () -> the engine under attack.
     """
     start = time.perf_counter()
     seen: dict[bool, list[dict[str, float]]] = {True: [], False: []}
@@ -107,7 +107,7 @@ def audit_neighbors(setting: Neighbors, *, runs: int = 400, delta: float = 1e-3,
     best, by, tight = 0.0, "", tight_epsilon(made.accountant.history, delta)
     faults = []
     if claimed < tight - MESH:
-        faults.append(f"epsilon {claimed:.3f} is stated of a mechanism of {tight:.3f}")
+        faults.append(f"epsilon {claimed:.3f} is stated for a mechanism of epsilon {tight:.3f}")
     for name in names:
         scores = [np.array([one.get(name, -1.0) for one in seen[kind]]) for kind in (True, False)]
         if not np.isfinite(np.concatenate(scores)).all():
@@ -124,11 +124,11 @@ def audit_neighbors(setting: Neighbors, *, runs: int = 400, delta: float = 1e-3,
 
 
 def one_run(setting: Neighbors, inside: bool, made: Any) -> dict[str, float]:
-    """Numbers that a run of this engine releases."""
+    """The numbers that one run of this engine releases."""
     samples = torch.zeros(setting.others + inside, 3, dtype=torch.float32, device="cpu")
     samples[: setting.others, 0] = 0.1
     if inside:
-        samples[-1, 1] = 0.99  # within C, so that it is counted, too
+        samples[-1, 1] = 0.99  # within C, so it is counted
     model = nn.Linear(3, 1, bias=False, dtype=torch.float32, device="cpu")
     private, optimizer, loader = made.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -158,21 +158,21 @@ def one_run(setting: Neighbors, inside: bool, made: Any) -> dict[str, float]:
                 break
         else:
             released["batches of a pass"] = float(len(moved) - begun)
-    released.setdefault("batches of a pass", float(setting.steps))  # it has not come to an end
+    released.setdefault("batches of a pass", float(setting.steps))  # the pass has not ended
     moves = torch.stack(moved)
     released["steps recorded"] = float(sum(steps for *_, steps in made.accountant.history))
     released["steps without noise"] = float((moves == 0).all(1).sum())
-    released["along the row"] = float(moves[:, 1].sum())
+    released["along the sample"] = float(moves[:, 1].sum())
     released["length of the other entries"] = float(moves[:, 2].norm())
-    released["steps alike"] = float((moves[:, 1:].diff(dim=0).abs() < 1e-7).sum())
+    released["similar steps"] = float((moves[:, 1:].diff(dim=0).abs() < 1e-7).sum())
     if len(moves) > 1:
-        released["spread along the row"] = float(moves[:, 1].std())
-        released["greatest change along the row"] = float(moves[:, 1].diff().abs().max())
+        released["deviation along the sample"] = float(moves[:, 1].std())
+        released["greatest change along the sample"] = float(moves[:, 1].diff().abs().max())
     return released
 
 
 # -------------------------------------------------------------------------------------------------
-# Set-ups in which the mechanism is audited.
+# Settings in which the mechanism is audited.
 
 
 SETTINGS = (

@@ -1,4 +1,4 @@
-"""An audit of a user's own run: canaries among their samples, and what its weights tell of each coin."""
+"""Audits of your own run: canaries among the samples, and what the weights reveal of each coin."""
 
 from __future__ import annotations
 
@@ -31,51 +31,52 @@ from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 # -------------------------------------------------------------------------------------------------
-# How many bounds are looked at: the best of several is no bound, unless they share its
-# significance.
+# The number of bounds. The best of several is valid only if they share the significance.
 
 
 _LIVE: WeakValueDictionary[str, Announced] = WeakValueDictionary()
-"""By name: copies, pickled ones too, are one in this process."""
+"""By name. All copies in this process, pickled ones too, share one entry."""
 
 
 class Announced:
-    """The reports of one set of coins: what the first says, before a bound is seen, holds for all.
+    """The reports of one set of coins, with the settings that the first report fixes for all.
 
-    Copies share it, wherever they are in this process; in another they go on from what was reported when
-    they were made.
+    All copies in this process share it. In another process a copy continues from the reports that
+    existed when it was made.
     """
 
     def __init__(self) -> None:
         self._name = new_name()
         self._first: dict[str, Any] = {}
-        """Settings of the first report; none before it."""
+        """Settings of the first report; empty before it."""
         self._seen: set[bytes] = set()
         _LIVE[self._name] = self
 
     def check(self, scores: np.ndarray, delta: float, significance: float, reports: int) -> bytes:
-        """What `seen` takes once the report is made; the same report may be made again.
+        """Checks a report and returns its digest for `seen`; the same report may be made again.
 
         Raises:
-            ArgumentError: it is one more than was announced, or another number or significance is.
+            ArgumentError: there are more reports than announced, or another number or significance.
         """
         for name, value in {"reports": reports, "significance": significance}.items():
             if self._first.get(name, value) != value:
                 raise ArgumentError(
-                    f"{name}={self._first[name]} was announced with the first report and cannot change "
-                    f"after it, got {value}"
+                    f"{name}={self._first[name]} was announced with the first report and cannot change, "
+                    f"got {value}.",
+                    doc="audits",
                 )
         report = hashlib.sha256(scores.tobytes() + np.float64(delta).tobytes()).digest()
         if report not in self._seen and len(self._seen) >= reports:
             raise ArgumentError(
-                "these coins have been reported with other scores or another delta "
-                f"(reports={reports}), and the best of several bounds is none at their significance: "
-                f"train anew, and announce them in the first report, reports={reports + 1}"
+                "These coins were reported with other scores or another delta "
+                f"(reports={reports}), and the best of several bounds is not valid at their "
+                f"significance. Train anew, and announce reports={reports + 1} in the first report.",
+                doc="audits",
             )
         return report
 
     def seen(self, report: bytes, significance: float, reports: int) -> None:
-        """It was made."""
+        """Records that the report was made."""
         self._first = {"reports": reports, "significance": significance}
         self._seen.add(report)
 
@@ -84,7 +85,7 @@ class Announced:
 
 
 def _shared(name: str, first: dict[str, Any], seen: set[bytes]) -> Announced:
-    """The one that bears the name, or a new one; reports of either have been made."""
+    """The set of this name, or a new one, with the reports of both."""
     found = _LIVE.get(name)
     if found is None:
         found = Announced.__new__(Announced)
@@ -96,42 +97,44 @@ def _shared(name: str, first: dict[str, Any], seen: set[bytes]) -> Announced:
 
 
 # -------------------------------------------------------------------------------------------------
-# Whether a run draws the canaries that an audit is about.
+# Whether a run samples the canaries of an audit.
 
 
 def check_drawn(who: str, designs: Iterable[SamplingDesign], coins: str | None) -> None:
-    """Refuse a run of which the coins tell nothing.
+    """Checks that the run could sample every canary, so its coins matter.
 
     Args:
-        who: the argument that is looked at. designs: how samples are drawn, of each model.
-        coins: their name; None where they were not mixed in by `mix_in`, so that nothing is known.
+        who: name of the argument that is checked.
+        designs: how batches are sampled, for each model.
+        coins: name of the coins; None if `mix_in` did not make the data set, and nothing is known.
 
     Raises:
-        ArgumentError: no model was trained on the canaries, or some of them cannot be drawn.
+        ArgumentError: no model was trained on the canaries, or some of them cannot be sampled.
     """
     if coins is None:
         return
     found = [d.canaries for d in designs if d.canaries is not None and d.canaries.coins == coins]
     if not found:
         raise ArgumentError(
-            f"{who} expects a run whose data loader draws from the data set that mix_in returned, got "
-            "one that draws from another: pass it to the DataLoader as it is, and split or transform "
-            "data_set and canaries before mix_in"
+            f"{who} expects a run on the data set that mix_in returned, got one on another data set. "
+            "Pass it to the DataLoader unchanged, and split or transform data_set and canaries before "
+            "mix_in.",
+            doc="audits",
         )
     if not any(canaries.drawn for canaries in found):
         raise ArgumentError(
-            f"{who} expects a run that may draw each canary, as a unit of its own, got one whose "
-            "sampler or unit_ids leave some out: give all canaries a weight above 0 and ids of their "
-            "own, and choose rows of data_set before mix_in"
+            f"{who} expects a run that can draw each canary as a unit of its own, got one whose sampler "
+            "or unit_ids leave some out. Give every canary a weight above 0 and its own id.",
+            doc="audits",
         )
 
 
 # -------------------------------------------------------------------------------------------------
-# Of which model scores are: what a report holds against the models of the engine that it is given.
+# Which model the scores belong to, which a report compares with the models of the engine.
 
 
 class Weights:
-    """Of a model that canaries were scored by: its parameters themselves, and what they were then."""
+    """The parameters of the model that scored canaries, and their digests at that time."""
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(unwrap(model).named_parameters())
@@ -139,11 +142,11 @@ class Weights:
         self._then = {name: digest([_local(p)]) for name, p in named.items()}
 
     def __reduce__(self) -> Any:
-        """A copy knows what they were."""
+        """A copy keeps the digests only."""
         return _restored, (self._then,)
 
     def are_of(self, trained: Mapping[nn.Parameter, str]) -> bool:
-        """Whether a run trains these parameters, or its own (and their names) are equal to them now."""
+        """Whether a run trains these parameters, or has parameters equal to them in name and value."""
         own = {id(p) for ref in self._own if (p := ref()) is not None}
         if own.issuperset(map(id, trained)):
             return True
@@ -161,30 +164,32 @@ def _local(p: Tensor) -> Tensor:
 
 
 class Scored:
-    """Which scores are of which model."""
+    """Records which model each tensor of scores belongs to."""
 
     def __init__(self) -> None:
         self._models: dict[str, Weights] = {}
 
     def remember(self, scores: Tensor, model: nn.Module) -> None:
-        """They are of this model as it is now."""
+        """Records that the scores are of this model in its current state."""
         self._models[_digest(scores.numpy())] = Weights(model)
 
     def check(self, scores: np.ndarray, trained: Iterable[Mapping[nn.Parameter, str]]) -> None:
-        """Refuse those of a model that was not trained there; nothing is known of scores from elsewhere.
+        """Checks that the scores are not known to be of a model that was not trained there.
 
         Args:
-            scores: float64 [canaries]. trained: the parameters of each model, and their names.
+            scores: float64 [canaries].
+            trained: the parameters of each model, and their names.
 
         Raises:
-            ArgumentError: they are of another model.
+            ArgumentError: the scores are of another model.
         """
         model = self._models.get(_digest(scores))
         if model is not None and not any(model.are_of(names) for names in trained if names):
             raise ArgumentError(
                 "engine expects the engine that trained the model of these loss_scores, got one that "
-                "has trained another: pass the engine of the run, and score the model that make_private "
-                "was given, or a copy of it as it is now"
+                "trained another model. Score the model that make_private was given, or a copy of its "
+                "current state.",
+                doc="audits",
             )
 
 
@@ -193,7 +198,7 @@ def _digest(scores: np.ndarray) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# Losses of canaries, one a sample, and their derivatives by a model's weights.
+# Per-sample losses of canaries, and their derivatives with respect to a model's weights.
 
 
 Losses = Callable[[Any, Any], Tensor]
@@ -203,7 +208,7 @@ Batches = Iterable[tuple[int, Any]]
 
 
 def batches_of(canaries: Dataset[Any], batch_size: int, collate: Any) -> Iterator[tuple[int, Any]]:
-    """With the number of canaries in each."""
+    """The batches of canaries, with the number of canaries in each."""
     count = len(canaries)  # type: ignore[arg-type]
     batches = DataLoader(canaries, batch_size=batch_size, collate_fn=collate)
     for number, batch in enumerate(batches):
@@ -211,10 +216,10 @@ def batches_of(canaries: Dataset[Any], batch_size: int, collate: Any) -> Iterato
 
 
 def losses_of(model: nn.Module, losses: Losses, batches: Batches) -> Tensor:
-    """Of a model in evaluation mode, [canaries], float64 on the CPU.
+    """Per-sample losses of a model in evaluation mode, float64 [canaries] on the CPU.
 
     Raises:
-        ArgumentError: they are not one a sample.
+        ArgumentError: the losses are not one per sample.
     """
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
@@ -229,11 +234,11 @@ def losses_of(model: nn.Module, losses: Losses, batches: Batches) -> Tensor:
 
 
 class Slopes(nn.Module):
-    """How the losses of samples change along a direction of the weights.
+    """Derivatives of per-sample losses along a direction of the weights.
 
     Args:
-        model: of its own, which it is called with; what it is at is said at each call.
-        losses: which may use the model as any other: its parts, its parameters, its attributes.
+        model: a copy; each call says which weights it has.
+        losses: (model, batch) -> losses, [b]. It may use parts, parameters and attributes of the model.
     """
 
     def __init__(self, model: nn.Module, losses: Losses) -> None:
@@ -248,14 +253,15 @@ class Slopes(nn.Module):
         self, step: dict[str, Tensor], weights: dict[str, Tensor], rest: dict[str, Tensor],
         batches: Batches,
     ) -> Tensor:  # fmt: skip
-        """[canaries], float64 on the CPU; one pass in forward mode.
+        """Computes the derivatives in one pass in forward mode, float64 [canaries] on the CPU.
 
         Args:
-            step: the direction, by parameter. weights: the same parameters.
+            step: the direction, by parameter.
+            weights: the values of the same parameters.
             rest: the other parameters and the buffers.
 
         Raises:
-            ArgumentError: losses that are not one a sample, or do not depend on the model.
+            ArgumentError: the losses are not one per sample, or do not depend on the model.
         """
         primal, tangent, held = (
             {f"model.{n}": t for n, t in d.items()} for d in (weights, step, rest)
@@ -273,9 +279,10 @@ class Slopes(nn.Module):
                 if "independent of the inputs" not in str(error):
                     raise
                 raise ArgumentError(
-                    "losses expects to return losses of the model that it is given, and what it returns "
-                    "does not depend on it: call the argument, losses(model, batch), not a model from "
-                    "outside"
+                    "losses expects to return losses of the model that it is given, got values that do "
+                    "not depend on it. Call the argument of losses(model, batch), not a model from "
+                    "outside.",
+                    doc="audits",
                 ) from error
             found.append(_one_per_sample(slopes, count))
         return torch.cat(found)
@@ -284,8 +291,9 @@ class Slopes(nn.Module):
 def _one_per_sample(found: Tensor, count: int) -> Tensor:
     if found.shape != (count,):
         raise ArgumentError(
-            f"losses expects to return one loss a row, [{count}], got shape {tuple(found.shape)}; take "
-            "reduction='none', and the mean over what is not the batch"
+            f"losses expects to return one loss per sample, [{count}], got shape {tuple(found.shape)}. "
+            "Use reduction='none', and average over all axes except the batch axis.",
+            doc="audits",
         )
     return found.detach().double().cpu()
 
@@ -296,16 +304,16 @@ def _one_per_sample(found: Tensor, count: int) -> Tensor:
 
 @dataclass
 class Seen:
-    """What was seen of a run until now; a copy of a Watch, which watches nothing."""
+    """The scores of a run until now; as a copy of a Watch it watches nothing."""
 
     scores: Tensor
     """[canaries], float64 on the CPU."""
     steps: int = 0
-    """That were looked at."""
+    """Number of steps that were watched."""
     missed: int = 0
-    """That were accounted since it began, and not shown to it."""
+    """Number of steps that were accounted since then but not watched."""
     accounted: Segments = field(default_factory=dict)
-    """By the ledger of the run, by name."""
+    """Steps in the run's ledger, by name of the segment."""
 
     def count(self) -> Seen:
         """Itself, with the steps that were missed until now."""
@@ -320,12 +328,14 @@ class Seen:
 
 
 class Watch(Seen):
-    """Looks at each step of one optimizer from now on.
+    """Scores canaries in each step of one optimizer from now on.
 
     Args:
-        model, optimizer: as make_private returned them. losses: of each sample of a batch.
-        batches: of all canaries. count: of the canaries.
-        coins: as of `check_drawn`.
+        model, optimizer: as make_private returned them.
+        losses: (model, batch) -> losses, [b].
+        batches: () -> batches of all canaries.
+        count: number of canaries.
+        coins: as in `check_drawn`.
 
     Raises:
         ArgumentTypeError, ArgumentError: for another optimizer, or that of another model.
@@ -338,23 +348,25 @@ class Watch(Seen):
         if not hasattr(optimizer, "grad_state"):
             raise ArgumentTypeError(
                 "watch expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}.",
+                doc="audits",
             )
         self._live, self._optimizer, self._batches = unwrap(model), optimizer, batches
         own = {id(p) for p in self._live.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ArgumentError(
-                "watch expects the model and the optimizer of one make_private, and this optimizer "
-                "trains other parameters than the model's"
+                "watch expects the model and the optimizer of one make_private, got an optimizer that "
+                "trains other parameters.",
+                doc="audits",
             )
         check_drawn("watch", [optimizer.account.design], coins)
-        self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # which nothing follows
+        self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # not private
         super().__init__(torch.zeros(count, dtype=torch.float64, device="cpu"))
         self._shown = optimizer.account.steps
-        optimizer.attach_step_hook(self._look)
+        optimizer.attach_step_hook(self._score)
 
-    def _look(self, _: Any) -> None:
-        """A step is about to be released."""
+    def _score(self, _: Any) -> None:
+        """Adds the scores of a step that is about to be released."""
         self._shown += 1
         held = dict(self._live.named_parameters())
         step = {name: p.grad.detach() for name, p in held.items() if p.grad is not None}
@@ -374,42 +386,49 @@ class Watch(Seen):
         return self._optimizer.ledger is ledger
 
     def __reduce__(self) -> Any:
-        """Coins and scores are copied, no run is."""
+        """Copies the scores, not the run."""
         segments = self._optimizer.ledger.segments()
         return Seen, (self.scores.clone(), self.steps, self.count().missed, segments)
 
 
 # -------------------------------------------------------------------------------------------------
-# Whether what an engine claims is about the coins of an audit, and of the run that was scored.
+# Whether an engine's claim covers the coins of an audit and the run that was scored.
 
 
 def neighbors_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
-    """Between whom nobody can tell by its claim, which must be what the coins are about.
+    """The neighboring data sets of the engine's claim, which must differ as the coins do.
 
     Args:
-        engine: of the run. seen: what was watched of it. coins: as of `check_drawn`.
+        engine: the engine of the run.
+        seen: what was watched of the run, if anything.
+        coins: as in `check_drawn`.
 
     Raises:
-        ArgumentTypeError, ArgumentError: another engine, or another claim.
+        ArgumentTypeError, ArgumentError: it is another engine, or the claim is another one.
     """
     if not isinstance(engine, FastPrivacyEngine):
         raise ArgumentTypeError(
-            f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}"
+            f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}."
         )
     if seen is not None and not seen.accounted_by(engine.accountant):
         raise ArgumentError(
-            "engine expects the engine of the run that was watched, got one that has not accounted "
-            "its steps"
+            "engine expects the engine of the run that was watched, got one that has not recorded its "
+            "steps.",
+            doc="audits",
         )
     if not engine.accountant.history:
-        raise ArgumentError("engine has taken no step yet, so that nothing is claimed: train first")
+        raise ArgumentError(
+            "engine has taken no step yet, so there is no epsilon to audit. Train first.",
+            doc="audits",
+        )
     claim = engine.mechanism()
     check_drawn("engine", (run.design for run in engine._runs), coins)
     if claim.units is not None:
         raise ArgumentError(
-            f"the claim is for {claim.neighbors}, and the coins put rows in or leave them out, "
-            "which their public number tells: pass sample_rate and expected_batch_size to "
-            "make_private, with Poisson sampling and without other steps in the engine"
+            f"The engine's epsilon is for {claim.neighbors}, but the coins add or remove samples. Pass "
+            "sample_rate and expected_batch_size to make_private, with Poisson sampling, and take no "
+            "other steps with this engine.",
+            doc="audits",
         )
     return claim.neighbors
 
@@ -418,27 +437,26 @@ def neighbors_of(engine: Any, seen: Seen | None, coins: str | None) -> str:
 
 
 LEAST = 4 * FEWEST
-"""Canaries below which nothing could be proved."""
+"""Fewest canaries with which anything can be proved."""
 
 
 def mix_in(
     data_set: Dataset[Any], canaries: Dataset[Any], *, collate_fn: Callable[..., Any] | None = None
 ) -> tuple[Dataset[Any], OwnRun]:
-    """The data set with about half of the canaries in it, each by a fair coin of the operating system.
+    """Adds about half of the canaries to the data set, each by a fair coin of the operating system.
 
-    Canaries are samples that can go in without harm and that a model would have to learn by heart:
-    samples of the same form with labels or texts drawn at random. None may be in the data set
-    already. Train on what is returned, as ever; `OwnRun.report` says what can be told of the coins.
-    A run on anything that was made from it (a subset, a transformed data set) is refused, as is one
-    that leaves canaries out.
+    Canaries are harmless samples that a model could only memorize: samples of the same form with
+    random labels or texts. None may be in the data set already. Train on the returned data set as
+    usual. `OwnRun.report` then says what can be inferred about the coins. A run on a data set made from
+    it (a subset or a transformed data set) raises an error, and so does a run that leaves canaries out.
 
     Args:
-        data_set: with `len` and samples by number.
-        canaries: samples of the same form; the more, the more can be proved.
-        collate_fn: of the canaries, where scores are computed; as a DataLoader's.
+        data_set: a data set with `len` and samples by number.
+        canaries: samples of the same form. More canaries can prove more.
+        collate_fn: collates canaries when scores are computed, as in a DataLoader.
 
     Returns:
-        (data set, audit). The audit holds the coins: do not look at them before the scores are there.
+        (data set, audit). The audit holds the coins. Do not look at them before you have the scores.
 
     Raises:
         ArgumentTypeError, ArgumentError: a stream, or too few canaries.
@@ -446,13 +464,15 @@ def mix_in(
     for name, given in (("data_set", data_set), ("canaries", canaries)):
         if isinstance(given, IterableDataset) or not isinstance(given, Sized):
             raise ArgumentTypeError(
-                f"{name} expects a data set of known length, whose rows have numbers, got "
-                f"{type(given).__name__}"
+                f"{name} expects a data set of known length with samples by number, got "
+                f"{type(given).__name__}.",
+                doc="audits",
             )
     count = len(canaries)  # type: ignore[arg-type]
     if count < LEAST:
         raise ArgumentError(
-            f"canaries expects {LEAST} rows or more, got {count}: fewer prove nothing"
+            f"canaries expects {LEAST} samples or more, got {count}, which prove nothing.",
+            doc="audits",
         )
     coins = np.unpackbits(np.frombuffer(os.urandom(count // 8 + 1), dtype=np.uint8))[:count]
     inside = torch.from_numpy(coins.astype(bool))
@@ -462,16 +482,17 @@ def mix_in(
 
 
 class OwnRun:
-    """The canaries of one run, and their coins; `mix_in` makes it.
+    """The canaries of one run and their coins, made by `mix_in`.
 
     Args:
-        canaries: all of them. inside: which are in the data set, bool, [canaries].
-        collate_fn: as a DataLoader's.
-        coins: their name, by which the engine knows the data set; None if they were not mixed in by
-            `mix_in`, so that it cannot be checked that a run draws them.
+        canaries: all canaries.
+        inside: bool [canaries], which of them are in the data set.
+        collate_fn: as in a DataLoader.
+        coins: name of the coins, by which the engine recognizes the data set. None if `mix_in` did not
+            make the data set; then fastclip cannot check that a run samples the canaries.
 
     Raises:
-        ArgumentError: coins that are not one a canary.
+        ArgumentError: there is not one coin per canary.
     """
 
     def __init__(
@@ -481,7 +502,7 @@ class OwnRun:
         count = len(canaries)  # type: ignore[arg-type]
         if not isinstance(inside, Tensor) or inside.dtype != torch.bool or inside.shape != (count,):
             raise ArgumentError(
-                f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]"
+                f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]."
             )
         self.canaries, self._inside, self._collate = canaries, inside.cpu(), collate_fn
         self._coins = coins
@@ -493,24 +514,25 @@ class OwnRun:
         self, model: nn.Module, losses: Losses, *, before: nn.Module | None = None,
         batch_size: int = 256,
     ) -> Tensor:  # fmt: skip
-        """How much lower each canary's loss is than it was, [canaries]; of what anybody can see.
+        """Computes by how much training lowered each canary's loss, [canaries], from the weights alone.
 
         Args:
-            model: after training, itself or a copy of it; it is read in evaluation mode. `report` takes
-                the scores with its engine only.
-            losses: of each sample of a batch.
-            before: the model at its start; None takes the loss alone, which tells less.
+            model: the trained model or a copy of it, evaluated in evaluation mode. `report` accepts the
+                scores only with its engine.
+            losses: (model, batch) -> the loss of each sample, [b].
+            before: the model before training; None uses the loss alone, which reveals less.
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentError: losses that are not one a sample, or `before` is `model`.
+            ArgumentError: the losses are not one per sample, or `before` is `model`.
         """
         size = whole("batch_size", batch_size, 1)
         own = {id(p) for p in model.parameters() if p.requires_grad}
         if before is not None and own and own <= {id(p) for p in before.parameters()}:
             raise ArgumentError(
                 "before expects the model as it was before training, got the parameters of model "
-                "itself; pass a copy.deepcopy of the start"
+                "itself. Pass a copy.deepcopy made before training.",
+                doc="audits",
             )
         scores = -losses_of(model, losses, self._batches(size))
         if before is not None:
@@ -521,27 +543,29 @@ class OwnRun:
     def watch(
         self, model: nn.Module, optimizer: Any, losses: Losses, *, batch_size: int = 256
     ) -> None:
-        """Score canaries by every noisy gradient that is released; what an observer of the run can see.
+        """Scores canaries by every noisy gradient that is released, as an observer of the run could.
 
-        A score is the sum over steps of the canary's gradient times the noisy gradient. It takes one
-        pass in forward mode over all canaries a step. `gradient_scores` returns them.
+        A score is the sum over steps of the inner product of the canary's gradient and the noisy
+        gradient. It takes one pass in forward mode over all canaries per step. `gradient_scores`
+        returns the scores.
 
         Args:
             model: as make_private returned it.
             optimizer: as make_private returned it.
-            losses: of each sample of a batch, by operators that have a derivative in forward mode. They
-                are given a copy of the model in evaluation mode, at the weights and buffers of the
-                step; what else the model keeps (numbers, switches) is that of now.
+            losses: (model, batch) -> the loss of each sample, [b], by operators with a derivative in
+                forward mode. It gets a copy of the model in evaluation mode, with the weights and
+                buffers of the step. Other state of the model (numbers, switches) is that of this call.
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentTypeError, ArgumentError: for another optimizer, a second run, or one that does not
-                draw from the data set that `mix_in` returned.
+            ArgumentTypeError, ArgumentError: for another optimizer, a second run, or a run that does not
+                sample from the data set that `mix_in` returned.
         """
         if self._watch is not None:
             raise ArgumentError(
-                "a run was watched already, and its scores would be mixed with those of another; "
-                "mix_in canaries anew for each run"
+                "A run was watched already, and its scores would mix with those of another run. Call "
+                "mix_in anew for each run.",
+                doc="audits",
             )
         size = whole("batch_size", batch_size, 1)
         self._watch = Watch(
@@ -550,25 +574,28 @@ class OwnRun:
 
     @property
     def gradient_scores(self) -> Tensor:
-        """[canaries], of the steps since `watch`.
+        """The scores of the steps since `watch`, [canaries].
 
         Raises:
-            ArgumentError: it was not called, no step was taken since, or it was not shown all of them.
+            ArgumentError: `watch` was not called, no step was taken since, or some were not watched.
         """
         if self._watch is None:
             raise ArgumentError(
-                "gradient_scores are of a run that was watched: call watch(...) first"
+                "gradient_scores need a run that was watched. Call watch(...) first.",
+                doc="audits",
             )
         seen = self._watch.count()
         if seen.missed:
             raise ArgumentError(
                 f"gradient_scores are of {seen.steps} steps since watch(...), and {seen.missed} more "
-                "were accounted that it was not shown, as after optimizer.step_hook = ...; attach "
-                "hooks by optimizer.attach_step_hook(...), and train anew"
+                "were recorded without it (another step hook replaced it). Attach hooks with "
+                "optimizer.attach_step_hook(...), and train anew.",
+                doc="audits",
             )
         if not seen.steps:
             raise ArgumentError(
-                "gradient_scores are of steps that were watched, and no step was taken since watch(...)"
+                "gradient_scores are empty: no step was taken since watch(...). Train first.",
+                doc="audits",
             )
         return seen.scores.clone()
 
@@ -581,42 +608,44 @@ class OwnRun:
         significance: float = 0.05,
         reports: int = 1,
     ) -> Report:
-        """The lower bound that the scores prove, beside epsilon that the engine states.
+        """Reports the lower bound that the scores prove, alongside the epsilon of the engine.
 
-        The best of several bounds is not a bound at the same significance: scores of several kinds, or
-        times, or several deltas, are announced in the first report and share it.
+        The best of several bounds is not a bound at the same significance. Announce several kinds of
+        scores, times or deltas in the first report, and they share the significance.
 
         Args:
-            engine: of the run, whose claim is for samples that are added or removed: sample_rate and
-                expected_batch_size were given.
-            scores: one a canary, [canaries]; higher says "in".
-            delta: of the claim, in (0, 1).
-            significance: probability that a bound is wrong, or one of all `reports`, in (0, 0.5); the
-                same in each report of these coins.
-            reports: how many will be made of these coins, the same in each.
+            engine: the engine of the run. Its claim must be for samples that are added or removed, so
+                sample_rate and expected_batch_size were given.
+            scores: one score per canary, [canaries]; a higher score means "in".
+            delta: delta of the claim, in (0, 1).
+            significance: probability that a bound, or one of all `reports`, is wrong, in (0, 0.5). It is
+                the same in each report of these coins.
+            reports: number of reports that will be made of these coins, the same in each.
 
         Raises:
-            ArgumentError, ArgumentTypeError: other shapes, NaN, all scores equal, values out of range;
-                another engine; a report that was not announced.
+            ArgumentError, ArgumentTypeError: other shapes, NaN, equal scores, values out of range,
+                another engine, or a report that was not announced.
         """
         significance = between("significance", significance, 0, 0.5)
         delta, reports = between("delta", delta, 0, 1), whole("reports", reports, 1)
         given = finite("scores", scores)
         if given.shape != tuple(self._inside.shape):
             raise ArgumentError(
-                f"scores expects one a canary, [{len(self._inside)}], got shape {given.shape}"
+                f"scores expects one score per canary, [{len(self._inside)}], got shape {given.shape}.",
+                doc="audits",
             )
         if given.min() == given.max():
             raise ArgumentError(
-                f"scores expects numbers that differ, got {given[0]:g} for each of the canaries, which "
-                "tells nothing of any coin: give scores of the model that was trained, before and after"
+                f"scores expects numbers that differ, got {given[0]:g} for every canary, which reveals "
+                "no coin. Pass scores of the trained model, such as loss_scores(..., before=...).",
+                doc="audits",
             )
         inside = self._inside.numpy()
         neighbors = neighbors_of(engine, self._watch, self._coins)
         self._scored.check(
             given, [run.grad_state.names for run in engine._runs if run.grad_state is not None]
         )
-        looked_at = self._announced.check(given, delta, significance, reports)
+        digest_of_report = self._announced.check(given, delta, significance, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
         report = Report(
             claimed=engine.get_epsilon(delta), delta=delta, significance=significance,
@@ -625,7 +654,7 @@ class OwnRun:
             auroc=auditor.attack_auroc(), tpr=auditor.tpr_at_given_fpr(0.01),
             canaries=len(inside), inside=int(inside.sum()), neighbors=neighbors, reports=reports,
         )  # fmt: skip
-        self._announced.seen(looked_at, significance, reports)
+        self._announced.seen(digest_of_report, significance, reports)
         return report
 
     def _batches(self, batch_size: int) -> Iterator[tuple[int, Any]]:

@@ -1,6 +1,6 @@
-"""fastclip in other people's training loops: transformers, PEFT, Accelerate, Lightning.
+"""Integrations of fastclip with transformers, PEFT, Accelerate and Lightning.
 
-Nothing here is imported by `import fastclip`, and each module needs its own library only:
+`import fastclip` imports none of them, and each module needs only its own library:
 
     from fastclip.integrations.huggingface import PrivacyArguments, PrivateTrainer
     from fastclip.integrations.lightning import DPLightningDataModule

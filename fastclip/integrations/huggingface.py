@@ -1,9 +1,9 @@
 """transformers.Trainer with differential privacy: docs/huggingface.md.
 
-A logical batch is what the Trainer's loop sees as one batch, so one optimizer step, one scheduler
-step, one global_step and one log entry belong to each release. It is cut into physical batches
-inside `training_step`. The model stays itself (`wrap_model=False`), so checkpoints, `save_pretrained`
-and PEFT see the plain model; when `train()` returns, its layers are ordinary again.
+The Trainer's loop sees a logical batch as one batch. Each release has one optimizer step, one
+scheduler step, one global_step and one log entry. `training_step` splits the logical batch into
+physical batches. The model is not wrapped (`wrap_model=False`), so checkpoints, `save_pretrained` and
+PEFT see the plain model. When `train()` returns, the model is non-private again.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ from fastclip.integrations.trainer_run import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# What a Trainer is told about privacy, and which of its own arguments are not supported.
+# The privacy arguments of a Trainer, and its own arguments that are not supported.
 
 
-_WAYS = "Start one process per GPU (torchrun), for DistributedDataParallel or FSDP2 (fsdp=True)"
+_WAYS = "Start one process per GPU (torchrun) with DistributedDataParallel or FSDP2 (fsdp=True)."
 
 
 @dataclass
 class PrivacyArguments:
-    """The arguments of `make_private`, beside a Trainer's TrainingArguments.
+    """The arguments of `make_private`, in addition to a Trainer's TrainingArguments.
 
     Attributes:
-        per_sample_max_grad_norm: C, the (first) threshold of every sample's own gradient. Not the
-            TrainingArguments' max_grad_norm, which would clip the noisy mean.
+        per_sample_max_grad_norm: C, the (first) clipping threshold of each per-sample gradient. This
+            is not the max_grad_norm of TrainingArguments, which clips the noisy mean.
         target_delta: delta of the epsilon that is logged, and of the budget; below 1 / samples.
-        noise_multiplier: sigma, if the noise is given.
-        target_epsilon: the budget of the whole run, if the noise is to be found; give either.
+        noise_multiplier: sigma. Give this or target_epsilon.
+        target_epsilon: the budget of the whole run, from which sigma is computed.
         clipping: a strategy of fastclip.clipping (a Clipping), or "flat", "per_layer", "adaptive".
         accountant: "prv", "pld", "rdp" or "gdp".
         secure_mode: noise and sampling from ChaCha20 (docs/secure_mode.md).
-        poisson_sampling: draw every sample independently. Else a pass is accounted as one step of q = 1.
+        poisson_sampling: draw every sample independently. If False, a pass over the data is accounted
+            as one step with q = 1.
         sample_rate, expected_batch_size, max_batch_size, unit_ids, max_samples_per_unit,
-            unit_reduction: as of `make_private`: public q and B, patients as units. unit_ids may be a
-            column's name.
-        group_column: the column that holds each sample's group, for strategies of groups.
+            unit_reduction: as in `make_private` (public q and B, privacy units such as patients).
+            unit_ids may be the name of a column.
+        group_column: the column with the group of each sample, for strategies with groups.
     """
 
     per_sample_max_grad_norm: float
@@ -87,7 +88,10 @@ class PrivacyArguments:
     """The old name of max_samples_per_unit."""
 
     def sampling(self, dataset: Any) -> dict[str, Any]:
-        """How samples are drawn, for `make_private`; units by number, for a Trainer drops columns."""
+        """The sampling arguments of `make_private`.
+
+        Units are given by number, because a Trainer drops columns.
+        """
         own = [name for name in SAMPLING if hasattr(self, name)]
         found = {name: getattr(self, name) for name in own}
         if self.unit_ids is not None:
@@ -101,78 +105,87 @@ class PrivacyArguments:
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ArgumentError(
                 "PrivacyArguments expects either noise_multiplier or target_epsilon, got "
-                f"noise_multiplier={self.noise_multiplier}, target_epsilon={self.target_epsilon}"
+                f"noise_multiplier={self.noise_multiplier}, target_epsilon={self.target_epsilon}."
             )
         between("target_delta", self.target_delta, 0, 1)
 
 
 def check_training_arguments(args: Any, privacy: Any) -> None:
-    """Refuse what a Trainer may be asked for and is not supported.
+    """Checks that the arguments of a Trainer are supported.
 
     Raises:
-        ArgumentError: naming the argument, why, and the way out.
+        ArgumentError: if one is not; it names the argument, the reason and a fix.
     """
     if not isinstance(privacy, PrivacyArguments):
         raise ArgumentTypeError(
             f"privacy expects fastclip.integrations.huggingface.PrivacyArguments, got "
-            f"{type(privacy).__name__}"
+            f"{type(privacy).__name__}."
         )
-    if args.max_grad_norm not in (None, 0, 1.0):  # 1.0: the default, which says nothing
+    if args.max_grad_norm not in (None, 0, 1.0):  # 1.0 is the default, so it was not asked for
         raise ArgumentError(
-            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) would clip the noisy mean of "
-            "the gradients, not the rows' own; the threshold of each row is "
-            "PrivacyArguments(per_sample_max_grad_norm=...): leave max_grad_norm at its default"
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) clips the noisy mean of the "
+            "gradients, not the gradient of each sample. Leave max_grad_norm at its default and set "
+            "PrivacyArguments(per_sample_max_grad_norm=...).",
+            doc="integrations",
         )
-    for name, (refused, way_out) in _refusals(args, privacy).items():
-        if refused:
-            raise ArgumentError(f"TrainingArguments({name}) is not supported: {way_out}")
+    for name, (asked, reason) in _unsupported(args, privacy).items():
+        if asked:
+            raise ArgumentError(
+                f"TrainingArguments({name}) is not supported: {reason}", doc="integrations"
+            )
 
 
 def check_still_private(trainer: Any) -> None:
-    """Refuse what was changed after the arguments were checked: by hand, a callback, the environment.
+    """Checks what a user, a callback or the environment may have changed after the first check.
 
     Raises:
-        ArgumentError: with the way out.
+        ArgumentError: if a change is not supported; it names a fix.
     """
     args = trainer.args
-    refused, way_out = _counts_tokens(args)
-    if refused:
+    asked, reason = _counts_tokens(args)
+    if asked:
         raise ArgumentError(
-            f"trainer.args.include_num_input_tokens_seen is not supported: {way_out}"
+            f"trainer.args.include_num_input_tokens_seen is not supported: {reason}",
+            doc="integrations",
         )
     if args.gradient_accumulation_steps != 1:
         raise ArgumentError(
             f"trainer.args.gradient_accumulation_steps was set to {args.gradient_accumulation_steps}, "
-            "which would join several Poisson samples in one step; pass it to TrainingArguments before "
-            "the trainer is made"
+            "which joins several sampled batches in one step. Pass it to TrainingArguments before you "
+            "create the trainer.",
+            doc="integrations",
         )
     if args.max_grad_norm:
         raise ArgumentError(
-            f"trainer.args.max_grad_norm was set to {args.max_grad_norm}, which would clip the noisy "
-            "mean; leave it, the threshold of each row is per_sample_max_grad_norm"
+            f"trainer.args.max_grad_norm was set to {args.max_grad_norm}, which clips the noisy "
+            "mean of the gradients. Leave it unset and use per_sample_max_grad_norm.",
+            doc="integrations",
         )
     kind = getattr(trainer.accelerator.distributed_type, "value", "NO")
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
         raise ArgumentError(
-            f"Accelerate was told to train by {kind}, which takes the gradients over before they are "
-            "clipped; use DistributedDataParallel (its default for several processes) or FSDP2"
+            f"Accelerate is configured to train with {kind}, which reads gradients before they are "
+            "clipped. Use DistributedDataParallel (its default for several processes) or FSDP2.",
+            doc="integrations",
         )
     if trainer.accelerator.state.dynamo_plugin.backend.value != "NO":
         raise ArgumentError(
-            "Accelerate was told to compile the model (ACCELERATE_DYNAMO_BACKEND, or its own "
-            "configuration), which hides the layers whose gradients are clipped; unset it"
+            "Accelerate is configured to compile the model, which hides its layers from the clipping. "
+            "Unset ACCELERATE_DYNAMO_BACKEND, or the backend in accelerate's own configuration.",
+            doc="integrations",
         )
     if trainer.accelerator.mixed_precision == "fp16":
         raise ArgumentError(
-            "Accelerate was told to use fp16 (ACCELERATE_MIXED_PRECISION, or accelerate's own "
-            "configuration), whose loss scaler looks at raw gradients; unset it, or use bf16"
+            "Accelerate is configured to use fp16, whose loss scaler reads raw gradients. Unset "
+            "ACCELERATE_MIXED_PRECISION, or fp16 in accelerate's own configuration, or use bf16.",
+            doc="integrations",
         )
 
 
 def loader_traps(
     loader: DataLoader, privacy: PrivacyArguments, sampling: dict[str, Any]
 ) -> Iterator[str]:
-    """What `engine.explain` would say of the data loader and of delta."""
+    """The warnings of `engine.explain` about the data loader and delta."""
     setup = Setup(
         nn.Identity(), data_loader=loader, delta=privacy.target_delta, secure_mode=True,
         sampling={name: sampling[name] for name in SAMPLING if name in sampling},
@@ -181,7 +194,7 @@ def loader_traps(
 
 
 def repeats_noise(generator: torch.Generator | None) -> bool:
-    """A generator at the very start of its sequence."""
+    """Whether the generator is at the start of its sequence."""
     if generator is None:
         return False
     start = torch.Generator(generator.device).manual_seed(generator.initial_seed())
@@ -189,19 +202,19 @@ def repeats_noise(generator: torch.Generator | None) -> bool:
 
 
 def _counts_tokens(args: Any) -> tuple[bool, str]:
-    """Whether the Trainer is to count tokens, and what to do instead."""
+    """Whether the Trainer counts tokens, and what to do instead."""
     counts = getattr(args, "include_num_input_tokens_seen", "no")
     return counts not in (False, None, "no"), (
-        "it writes how many tokens the drawn samples have, without noise, into the log and checkpoints. "
-        "Leave it at 'no'"
+        "it writes the number of tokens in sampled batches to the log and checkpoints without noise. "
+        "Leave it at 'no'."
     )
 
 
-def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str]]:
+def _unsupported(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str]]:
     """Argument -> whether it is set, and what to do instead."""
 
     def of(name: str) -> Any:
-        """Not every version of transformers has every argument."""
+        """The argument, or None in a version of transformers without it."""
         return getattr(args, name, None)
 
     sampling = of("train_sampling_strategy") or "random"
@@ -209,13 +222,15 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
     return {
         "fp16=True": (
             bool(of("fp16")),
-            "its loss scaler skips steps on overflow, which tells something about raw gradients. "
-            "Use bf16=True",
+            "its loss scaler skips steps on overflow, which reveals raw gradients. Use bf16=True.",
         ),
-        "deepspeed": (bool(of("deepspeed")), f"it takes the gradients over. {_WAYS}"),
+        "deepspeed": (
+            bool(of("deepspeed")),
+            f"it reads gradients before they are clipped. {_WAYS}",
+        ),
         "fsdp_config={'version': 1}": (
             bool(of("fsdp")) and int((of("fsdp_config") or {}).get("version", 2)) == 1,
-            "its flat parameters hide the layers' own. Use version 2",
+            "its flat parameters hide those of the layers. Use version 2.",
         ),
         "parallelism_config": (
             bool(of("parallelism_config")),
@@ -224,58 +239,59 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
         "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model. {_WAYS}"),
         "auto_find_batch_size=True": (
             bool(of("auto_find_batch_size")),
-            "it would start again with another logical batch after steps were released. Choose "
-            "per_device_train_batch_size",
+            "it restarts with another logical batch after steps were released. Choose "
+            "per_device_train_batch_size.",
         ),
         f"train_sampling_strategy={sampling!r}": (
             sampling != "random" or bool(of("group_by_length")),
-            "samples must be drawn at random, whatever their length. Leave it at 'random'",
+            "sampling must not depend on the length of samples. Leave it at 'random'.",
         ),
         "dataloader_drop_last=True": (
             bool(of("dataloader_drop_last")) and privacy.poisson_sampling,
             "Poisson sampling draws every sample independently and has no last batch to drop. Leave "
-            "it False",
+            "it False.",
         ),
         "ignore_data_skip=True, data_seed=...": (
             bool(of("ignore_data_skip")) and of("data_seed") is not None,
-            "a resumed epoch would begin with the very batches that were drawn before. Omit either",
+            "a resumed epoch would repeat the sampled batches from its start. Omit either.",
         ),
         f"include_num_input_tokens_seen={of('include_num_input_tokens_seen')!r}": _counts_tokens(
             args
         ),
         "neftune_noise_alpha": (
             of("neftune_noise_alpha") is not None,
-            "it scales a sample's noise by the length that the batch was padded to. Omit it",
+            "it scales each sample's noise by the padded length of the batch, so samples are coupled. "
+            "Omit it.",
         ),
         "use_liger_kernel=True": (
             bool(of("use_liger_kernel")),
-            "its fused kernels bypass the layers whose gradients are clipped. Omit it",
+            "its fused kernels bypass the layers whose gradients are clipped. Omit it.",
         ),
         "torch_compile=True": (
             bool(of("torch_compile")),
-            "a model that the Trainer compiles hides the layers whose gradients are clipped. Omit it",
+            "compiling hides the layers whose gradients are clipped. Omit it.",
         ),
         f"optim={optimizer!r}": (
             "layerwise" in optimizer or "lomo" in optimizer,
-            "it steps inside the backward pass, before noise is added. Use 'adamw_torch'",
+            "it steps inside the backward pass, before noise is added. Use 'adamw_torch'.",
         ),
     }
 
 
 # -------------------------------------------------------------------------------------------------
-# Which parameters of a pretrained model are trained: its biases (DP-BiTFiT), or its head.
+# Training only the biases (DP-BiTFiT) or the head of a pretrained model.
 #
-# A frozen layer costs nothing: it is not intercepted, has no norm to compute, and below the lowest
-# trained layer autograd keeps no activation. Where only a bias is trained, a layer's own input is
-# not kept either: the gradient of the output is all that a bias needs.
+# A frozen layer costs nothing. It is not intercepted and has no norm, and below the lowest trained
+# layer autograd keeps no activation. If only the bias of a layer is trained, its input is not kept
+# either, because the gradient of a bias needs the output gradient alone.
 
 
 def bias_only(model: nn.Module, head: str | Sequence[str] = ()) -> nn.Module:
-    """Freeze everything but the biases: DP-BiTFiT (Bu et al. 2022, arXiv:2210.00036).
+    """Freezes everything except the biases (DP-BiTFiT, Bu et al. 2022, arXiv:2210.00036).
 
     Args:
         model: changed in place; call it before the optimizer is made.
-        head: paths of modules that are trained whole, such as "classifier".
+        head: paths of modules that are trained completely, such as "classifier".
 
     Returns:
         The same model.
@@ -286,13 +302,14 @@ def bias_only(model: nn.Module, head: str | Sequence[str] = ()) -> nn.Module:
     biases = [name for name, _ in model.named_parameters() if _is_bias(name)]
     if not biases:
         raise ArgumentError(
-            f"{type(model).__name__} has no bias to train; use LoRA or head_only(model, head)"
+            f"{type(model).__name__} has no bias to train. Use LoRA or head_only(model, head).",
+            doc="no-trainable-parameters",
         )
     return _train_only(model, set(biases) | _parameters_of(model, head))
 
 
 def head_only(model: nn.Module, head: str | Sequence[str]) -> nn.Module:
-    """Freeze everything but the head: linear probing of a frozen backbone.
+    """Freezes everything except the head, for linear probing of a frozen backbone.
 
     Args:
         model: changed in place; call it before the optimizer is made.
@@ -308,7 +325,7 @@ def head_only(model: nn.Module, head: str | Sequence[str]) -> nn.Module:
 
 
 def _is_bias(name: str) -> bool:
-    """Also the biases of recurrent and attention layers: bias_ih_l0, in_proj_bias."""
+    """Whether it names a bias, also of recurrent and attention layers (bias_ih_l0, in_proj_bias)."""
     own = name.rpartition(".")[2]
     return own.startswith("bias") or own.endswith("bias")
 
@@ -322,8 +339,9 @@ def _parameters_of(model: nn.Module, paths: str | Sequence[str]) -> set[str]:
         if not own:
             tops = dict.fromkeys(name.partition(".")[0] for name in names)
             raise ArgumentError(
-                f"head={path!r} is no module of {type(model).__name__} with parameters; its modules "
-                f"are {', '.join(tops)}"
+                f"head={path!r} is not a module of {type(model).__name__} with parameters. Pass the "
+                f"path of one of its modules: {', '.join(tops)}.",
+                doc="no-trainable-parameters",
             )
         found |= own
     return found
@@ -336,11 +354,11 @@ def _train_only(model: nn.Module, names: set[str]) -> nn.Module:
 
 
 # -------------------------------------------------------------------------------------------------
-# PEFT's adapters, looked at without importing peft.
+# PEFT's adapters, without importing peft.
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuse PEFT adapters that are merged into their layer: their own matrices would get no gradient.
+    """Checks that no trained PEFT adapter is merged into its layer, where it would get no gradient.
 
     Raises:
         UnsupportedLayerError: naming the layer.
@@ -349,9 +367,9 @@ def check_adapters(model: nn.Module) -> None:
         merged = module.__dict__.get("merged_adapters")
         if merged and any(p.requires_grad for p in module.parameters()):
             raise UnsupportedLayerError(
-                f"{path} ({type(module).__name__}): its adapters {merged} are merged "
-                "into the frozen weight, so they would be trained on noise alone; call "
-                "model.unmerge_adapter() first"
+                f"{path} ({type(module).__name__}) has adapters {merged} merged into its frozen "
+                "weight, so their gradients would be noise only. Call model.unmerge_adapter() first.",
+                doc="integrations",
             )
 
 
@@ -362,7 +380,7 @@ __all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
 
 
 class PrivateTrainer(SampleLossTrainer):
-    """A transformers.Trainer whose training is differentially private, sample by sample.
+    """A transformers.Trainer with differentially private training.
 
     Examples:
         >>> trainer = PrivateTrainer(
@@ -374,25 +392,26 @@ class PrivateTrainer(SampleLossTrainer):
         >>> trainer.train()
 
     The expected logical batch is per_device_train_batch_size * gradient_accumulation_steps samples,
-    drawn by Poisson sampling; physical batches hold at most per_device_train_batch_size of them.
+    drawn by Poisson sampling. Physical batches hold at most per_device_train_batch_size of them.
     `trainer.args` is a copy in which the logical batch is the batch and nothing is accumulated.
 
     Args:
-        privacy: what make_private takes.
-        noise_generator: for reproducible runs; without it noise comes
-            from a generator seeded by the operating system, never from TrainingArguments.seed, which
-            is 42 by default and known. Batches are drawn the same way unless data_seed is set.
-        engine: to share an accountant; a new one if None.
-        given: model, args and all else as of transformers.Trainer, or of the trainer that stands behind
-            this one (`class P(PrivateTrainer, T)`), which gets them by keyword; compute_loss_func may
-            return one loss a sample, [b].
+        privacy: the arguments of make_private.
+        noise_generator: for reproducible runs. If None, the operating system seeds the noise
+            generator. TrainingArguments.seed is never used for noise, because it is 42 by default and
+            known. Sampling is seeded in the same way unless data_seed is set.
+        engine: an engine whose accountant is shared; None makes a new one.
+        given: model, args and all other arguments of transformers.Trainer. In
+            `class P(PrivateTrainer, T)` they are those of T, which gets them by keyword.
+            compute_loss_func may return one loss per sample, [b].
 
     Raises:
         fastclip.errors.*: for arguments, losses and adapters that are not supported.
 
-    Formal guarantee: `engine.get_epsilon` composes every step taken, those before a checkpoint that
-    was resumed included. The unit is one sample of `train_dataset`; neighbors differ in one that was
-    added or removed, and samples are drawn by Poisson sampling (see `FastPrivacyEngine.get_epsilon`).
+    Formal guarantee: `engine.get_epsilon` composes every step taken, including those before a
+    checkpoint that was resumed. The privacy unit is one sample of `train_dataset`. Neighbors differ in
+    one sample that was added or removed, and batches are Poisson-sampled (see
+    `FastPrivacyEngine.get_epsilon`).
     """
 
     def __init__(
@@ -402,7 +421,7 @@ class PrivateTrainer(SampleLossTrainer):
     ) -> None:  # fmt: skip
         named = by_name(type(self), given)
         if twice := sorted({*named} & {*kwargs}):
-            raise ArgumentTypeError(f"{twice[0]} was given by position and by keyword; omit either")
+            raise ArgumentTypeError(f"{twice[0]} was given by position and by keyword. Omit one.")
         kwargs = {**named, **kwargs}
         args = kwargs.get("args")
         args = self.default_arguments() if args is None else copy.copy(args)
@@ -413,8 +432,9 @@ class PrivateTrainer(SampleLossTrainer):
         if isinstance(strategy, Clipping) and strategy.threshold.same_step:
             if args.gradient_accumulation_steps > 1:
                 raise ArgumentError(
-                    "a strategy with thresholds='same_step' needs the whole logical batch at once; use "
-                    "thresholds='previous_step', or gradient_accumulation_steps=1"
+                    "A strategy with thresholds='same_step' needs the whole logical batch at once. Use "
+                    "thresholds='previous_step', or gradient_accumulation_steps=1.",
+                    doc="unsupported-options",
                 )
             self.physical_batch_size = None
         args.per_device_train_batch_size *= args.gradient_accumulation_steps
@@ -426,10 +446,10 @@ class PrivateTrainer(SampleLossTrainer):
         self._noise_generator = noise_generator
         self.sampling_generator = torch.Generator()
         self.sampling_generator.seed()
-        self.run_number = 0  # which the draws of this run follow from
+        self.run_number = 0  # seeds the sampling of this run
         self.mechanism = (0.0, 0.0)  # sigma and q of this run's first step
         self._handle: Any = None
-        self.resumed: Resumed | None = None  # what this run goes on from
+        self.resumed: Resumed | None = None  # the checkpoint that this run resumes
         super().__init__(**{**kwargs, "args": args})
         check_still_private(self)
         self.add_callback(AccountedCheckpoints(self))
@@ -437,29 +457,29 @@ class PrivateTrainer(SampleLossTrainer):
     # Before training
 
     def default_arguments(self) -> TrainingArguments:
-        """Of a trainer that was given none."""
+        """The arguments of a trainer that was given none."""
         return TrainingArguments("tmp_trainer")
 
     def check_arguments(self, args: TrainingArguments) -> None:
-        """Refuse what is not supported.
+        """Checks that the arguments are supported.
 
         Raises:
-            ArgumentError: naming the argument, why, and the way out.
+            ArgumentError: if one is not; it names the argument, the reason and a fix.
         """
         check_training_arguments(args, self.privacy)
 
-    def rows_of(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
+    def one_entry_per_sample(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
         """The data collator whose batches hold one entry per sample of the data set."""
         return collate
 
     def with_references(self, batch: Any) -> Any:
-        """A physical batch with what another model says of its samples, one by one."""
+        """A physical batch with the outputs of a reference model for each sample."""
         return batch
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As `Trainer.train`; a resumed run goes on with what the checkpoint's run has spent."""
+        """Trains as `Trainer.train`; a resumed run includes the privacy cost of the checkpoint's run."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self.resumed = None
@@ -467,9 +487,10 @@ class PrivateTrainer(SampleLossTrainer):
             self.resumed = read_checkpoint(str(resume_from_checkpoint), self.engine.accountant)
             if repeats_noise(self._noise_generator):
                 say(
-                    "noise_generator is at the start of its sequence, so a resumed run would add the "
-                    "noise of the first steps again if that run had this seed; restore the generator's "
-                    "state yourself (set_state), or seed it differently"
+                    "noise_generator is at the start of its sequence, so the resumed run may repeat "
+                    "the noise of the first steps. Restore the generator's state (set_state), or seed "
+                    "it differently.",
+                    doc="repeated-noise",
                 )
         self._private, self._checked = True, Checked()
         try:
@@ -482,24 +503,29 @@ class PrivateTrainer(SampleLossTrainer):
                 self._handle = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: every trial spends, and so does choosing the best."""
+        """Raises an error, because every trial and the choice of the best one have a privacy cost."""
         raise ArgumentError(
-            "hyperparameter_search looks at private data in every trial; python -m fastclip.accounting "
-            "--trials prices such a search, each trial being a PrivateTrainer of its own"
+            "hyperparameter_search reads private data in every trial, and its privacy cost is not "
+            "recorded. Run each trial with its own PrivateTrainer, and compute the total with python -m "
+            "fastclip.accounting --trials.",
+            doc="integrations",
         )
 
     def get_train_dataloader(self) -> DataLoader:
-        """The loader of logical batches; within `train()` the private one."""
+        """The loader of logical batches; inside `train()` it is the private one."""
         if isinstance(self.train_dataset, IterableDataset):
             raise ArgumentError(
-                "an IterableDataset cannot be sampled row by row; pass a train_dataset with a length"
+                "train_dataset is an IterableDataset, from which Poisson sampling cannot draw samples. "
+                "Pass a train_dataset with a length.",
+                doc="sampling",
             )
         if type(self)._get_train_sampler is not Trainer._get_train_sampler:
             raise ArgumentError(
-                f"{type(self).__name__} overrides _get_train_sampler, but batches are drawn from all "
-                "rows of train_dataset: pass the rows to train on as train_dataset"
+                f"{type(self).__name__} overrides _get_train_sampler, but batches are sampled from the "
+                "whole train_dataset. Pass only the samples to train on as train_dataset.",
+                doc="sampling",
             )
-        prepared = super().get_train_dataloader()  # Accelerate's would draw one batch ahead
+        prepared = super().get_train_dataloader()  # Accelerate's would sample one batch ahead
         kept = (
             "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context",
             "prefetch_factor", "persistent_workers",
@@ -509,7 +535,7 @@ class PrivateTrainer(SampleLossTrainer):
             prepared.dataset, generator=self.sampling_generator,
             drop_last=self.args.dataloader_drop_last, **shares,
             **{name: getattr(prepared, name) for name in kept},
-            collate_fn=self.rows_of(prepared.collate_fn),
+            collate_fn=self.one_entry_per_sample(prepared.collate_fn),
         )  # fmt: skip
         return self._make_private(loader) if self._private else loader
 
@@ -549,7 +575,7 @@ class PrivateTrainer(SampleLossTrainer):
         collate = collate.checked if isinstance(collate, EmptyBatches) else collate
         private.collate_fn = SplitCollate(collate, dataset, self.physical_batch_size)
         self._placeholder = private.collate_fn.placeholder
-        self._draw_from(private)
+        self._sample_from(private)
         self.private_loader = private
         self.mechanism = (self.dp_optimizer.noise_multiplier, self.engine.sampling.rate)
         if self.resumed:
@@ -560,19 +586,19 @@ class PrivateTrainer(SampleLossTrainer):
         if self.engine.secure_mode or self._noise_generator is not None:
             return self._noise_generator
         generator = torch.Generator(device=self.args.device)
-        generator.seed()  # a checkpoint's rng_state.pth holds the global generators', not this one's
+        generator.seed()  # rng_state.pth of a checkpoint has the global generators, not this one
         return generator
 
     # A step
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward passes of one logical batch; the loop's optimizer step releases it.
+        """Runs the forward and backward passes of one logical batch, which the loop's step releases.
 
         Returns:
-            The mean of its samples' losses (not private); 0 for an empty batch.
+            The mean of the samples' losses (not private); 0 for an empty batch.
         """
         check_still_private(self)
-        self._check_drawn(isinstance(inputs, LogicalBatchData))
+        self._check_sampled(isinstance(inputs, LogicalBatchData))
         optimizer, batches = self.dp_optimizer, inputs
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)
@@ -593,15 +619,17 @@ class PrivateTrainer(SampleLossTrainer):
                 optimizer.zero_grad()
         return total / max(sum(batches.sizes), 1)
 
-    # What the Trainer does with a batch, for all physical batches of a logical one
+    # The Trainer's methods for a batch, for all physical batches of a logical one
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """0: they would count the tokens of the samples drawn, in the state that checkpoints hold."""
+        """Returns 0, because a count would reveal the tokens of sampled batches in checkpoints."""
         return 0
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """Samples expected in a pass, of which speeds are told; the data set's may be nobody's
-        to know."""
+        """The expected number of samples in a pass, from which speeds are computed.
+
+        The size of the data set itself may be private.
+        """
         if dataloader is not self.private_loader:
             return super().num_examples(dataloader)
         design = self.engine.sampling
@@ -623,12 +651,12 @@ class PrivateTrainer(SampleLossTrainer):
     # After a step
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Adds `epsilon`; leaves out `grad_norm`, which is computed before there is a gradient."""
+        """Adds `epsilon`, and omits `grad_norm`, which is computed before there is a gradient."""
         logs.pop("grad_norm", None)
         if self._private and ("loss" in logs or "train_loss" in logs):
             logs["epsilon"] = self.epsilon()
         super().log(logs, *args, **kwargs)
 
     def epsilon(self) -> float:
-        """Spent so far, at `privacy.target_delta`; infinite where a step had no noise."""
+        """Epsilon spent so far at `privacy.target_delta`; infinite if a step had no noise."""
         return self.engine.get_epsilon(self.privacy.target_delta)

@@ -1,4 +1,4 @@
-"""PyTorch Lightning with differential privacy, by the route of opacus.lightning.
+"""PyTorch Lightning with differential privacy, in the manner of opacus.lightning.
 
     class Classifier(LightningModule):
         def configure_optimizers(self):
@@ -9,9 +9,9 @@
     trainer = Trainer(callbacks=[PrivacyCallback(engine, delta=1e-5)])
     trainer.fit(Classifier(engine), DPLightningDataModule(data))
 
-The engine must not be a part of the module's hyperparameters. One batch is one release:
-`accumulate_grad_batches` is refused. On several processes (docs/distributed.md) a plain loader's batch
-is of all of them together.
+The engine must not be one of the module's hyperparameters. One batch is one release, so
+`accumulate_grad_batches` raises an error. On several processes (docs/distributed.md) the batch of a
+plain loader is the batch of all processes together.
 """
 
 from __future__ import annotations
@@ -37,89 +37,96 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.trainer_run import Budget
 
 # -------------------------------------------------------------------------------------------------
-# Lightning on several processes: which strategies train as one, and what of theirs is private.
+# Lightning on several processes: the strategies that are supported, and their private parts.
 
 
 _FOLLOWED = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 _OTHERS = {"DeepSpeedStrategy", "XLAStrategy"}
-"""Of Lightning's strategies, by name: which may be absent, or be those of the library's older name."""
+"""Names of Lightning's strategies, some of which may be missing or come from pytorch_lightning."""
 
 _HOOKS = ("_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper", "_model_averaging_period")
-"""What a DDPStrategy does with gradients or weights beside DistributedDataParallel."""
+"""What a DDPStrategy does with gradients or weights in addition to DistributedDataParallel."""
 
 _STATES = "fastclip_clipping_strategies"
-"""Key of a checkpoint: of each optimizer, in their order."""
+"""Key of a checkpoint for the clipping state of each optimizer, in order."""
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse what trains in several processes in a way that is not followed.
+    """Checks that the strategy trains in a supported way.
 
     Raises:
-        ArgumentError: with the way out.
+        ArgumentError: if it does not; it names a fix.
     """
     name = type(strategy).__name__
     kinds = {kind.__name__ for kind in type(strategy).__mro__}
     if not kinds & _FOLLOWED or kinds & _OTHERS:
         raise ArgumentError(
             "Trainer(strategy=...) expects one device, 'ddp', or a ModelParallelStrategy whose module "
-            f"calls fully_shard on itself, got {name}, whose exchanges would send gradients that are "
-            "not clipped; use strategy='ddp', or fully_shard where one process cannot hold the model"
+            f"calls fully_shard, got {name}, which exchanges gradients before they are clipped. Use "
+            "strategy='ddp', or fully_shard for a large model.",
+            doc="integrations",
         )
     if getattr(strategy, "_start_method", "popen") != "popen":
         raise ArgumentError(
             f"{name}(start_method={strategy._start_method!r}) trains in processes that end with the "
-            "fit, and with them the engine's record of what was spent; use strategy='ddp', in a script"
+            "fit, so the engine would lose its record of the privacy cost. Use strategy='ddp', in a "
+            "script.",
+            doc="integrations",
         )
     asked = [hook[1:] for hook in _HOOKS if getattr(strategy, hook, None) is not None]
     if asked:
         raise ArgumentError(
-            f"{name}({asked[0]}=...) acts on an exchange of gradients that a private model does not "
-            f"leave to DistributedDataParallel; omit {', '.join(asked)}"
+            f"{name}({asked[0]}=...) changes how DistributedDataParallel exchanges gradients, which a "
+            f"private model does itself. Omit {', '.join(asked)}.",
+            doc="integrations",
         )
 
 
 def as_wrapped(strategy: Any, module: nn.Module) -> nn.Module:
-    """What the strategy has made of the module: itself, or the DistributedDataParallel around it.
+    """The module, or the DistributedDataParallel that the strategy has put around it.
 
     Raises:
-        ArgumentError: for another wrapper.
+        ArgumentError: the strategy uses another wrapper.
     """
     model: nn.Module = strategy.model
     if model is module or (isinstance(model, DDP) and model.module is module):
         return model
     raise ArgumentError(
-        f"{type(strategy).__name__} runs the module inside {type(model).__name__}, which is not "
-        "followed; use strategy='ddp'"
+        f"{type(strategy).__name__} runs the module inside {type(model).__name__}, which is "
+        "unsupported. Use strategy='ddp'.",
+        doc="integrations",
     )
 
 
 def run_without_wrapper(strategy: Any, module: nn.Module) -> None:
-    """Lightning calls the module's steps itself, not through DistributedDataParallel's forward.
+    """Makes Lightning call the module's steps directly, not through DistributedDataParallel.
 
-    The wrapper has made the weights alike, and gathers nothing while the module is private: Lightning
+    The wrapper has synchronized the weights, and gathers nothing while the module is private. Lightning
     would only turn its reduction on again (manual optimization) and replace the module's `forward`.
     """
     strategy.model = module
 
 
 class _OwnShare(DistributedSampler):
-    """Says that a loader draws this rank's share: its batch sampler does, and asks nobody."""
+    """Marks a loader whose batch sampler already draws this rank's shard."""
 
 
 def keep_batch_sampler(loader: DataLoader) -> None:
-    """Lightning leaves the loader as it is: it replaces the sampler of those without a share."""
+    """Keeps Lightning from replacing the loader's sampler, as it does for unsharded loaders."""
     share = _OwnShare(loader.dataset, num_replicas=1, rank=0)
     object.__setattr__(loader, "sampler", share)
 
 
 def reads_late(strategy: Any) -> bool:
-    """Whether the strategy reads checkpoints into what it has set up: a model that is private."""
+    """Whether the strategy reads checkpoints after set-up, when the model is private."""
     return bool(strategy.restore_checkpoint_after_setup)
 
 
 def write_strategies(checkpoint: dict[str, Any], optimizers: Iterable[Any]) -> None:
-    """Thresholds and steps of clipping strategies, which torch leaves out of an optimizer's state where
-    it gathers it by the names of parameters."""
+    """Writes the thresholds and steps of clipping strategies into a checkpoint.
+
+    torch omits them if it gathers the optimizer's state by the names of parameters.
+    """
     checkpoint[_STATES] = [
         o.grad_state.clipping.state_dict() if isinstance(o, FastDPOptimizer) else None
         for o in optimizers
@@ -127,7 +134,7 @@ def write_strategies(checkpoint: dict[str, Any], optimizers: Iterable[Any]) -> N
 
 
 def strategies_to_optimizers(checkpoint: dict[str, Any]) -> None:
-    """What `write_strategies` has written, where optimizers look for it in one process."""
+    """Moves what `write_strategies` wrote to where optimizers of one process read it."""
     states = zip(checkpoint.get("optimizer_states", ()), checkpoint.get(_STATES, ()), strict=False)
     for held, state in states:
         if state is not None:
@@ -135,9 +142,9 @@ def strategies_to_optimizers(checkpoint: dict[str, Any]) -> None:
 
 
 def read_into_inner(strategy: Any) -> None:
-    """Checkpoints are read into the inner optimizers, and the strategies' states with them.
+    """Makes checkpoints load into the inner optimizers and the clipping strategies.
 
-    torch makes the state of an optimizer that has none by a step, which must not be a private one.
+    torch creates the state of an optimizer without one by a step, which must not be a private step.
     """
     read_as_before(strategy)
     plain = strategy.load_checkpoint
@@ -161,30 +168,30 @@ def read_into_inner(strategy: Any) -> None:
 
 
 def read_as_before(strategy: Any) -> None:
-    """Undo `read_into_inner`."""
+    """Undoes `read_into_inner`."""
     strategy.__dict__.pop("load_checkpoint", None)
 
 
 # -------------------------------------------------------------------------------------------------
-# What a private run expects of Lightning's Trainer, and of the arguments in configure_optimizers.
+# What a private run requires of Lightning's Trainer and of the arguments in configure_optimizers.
 
 
 _SET = {
     "grad_sample_mode": (
         "fast",
-        "steps of Lightning's closures are followed in the fast mode, whose clipped rows are the same",
+        "closures of Lightning are supported in the fast mode only",
     ),
-    "wrap_model": (False, "the module must stay the one that Lightning trains"),
-    "data_loader": (None, "it is that of the trainer's DPLightningDataModule"),
+    "wrap_model": (False, "Lightning trains the module itself"),
+    "data_loader": (None, "the loader comes from the trainer's DPLightningDataModule"),
 }
-"""Arguments of the engine's make_private that the integration sets: the value, and why."""
+"""Arguments of the engine's make_private that the integration sets: the value and the reason."""
 
 
 def in_place(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, without those that the integration sets itself.
+    """The arguments without those that the integration sets itself.
 
     Raises:
-        ArgumentError: another value is asked for.
+        ArgumentError: one of these has another value.
     """
     for name, (value, why) in _SET.items():
         got = arguments.get(name, value)
@@ -192,7 +199,8 @@ def in_place(arguments: dict[str, Any]) -> dict[str, Any]:
             shown = repr(got) if isinstance(got, (str, bool)) else type(got).__name__
             raise ArgumentError(
                 f"make_private of fastclip.integrations.lightning sets {name} itself, got {shown}: "
-                f"{why}; omit {name}"
+                f"{why}. Omit {name}.",
+                doc="integrations",
             )
     return {name: value for name, value in arguments.items() if name not in _SET}
 
@@ -201,49 +209,58 @@ def length_in_epochs(trainer: Any, steps_an_epoch: int) -> float:
     """The length of the trainer's run, in passes over the data.
 
     Raises:
-        ArgumentError: it is not known.
+        ArgumentError: the trainer does not set it.
     """
     if trainer.max_steps is not None and trainer.max_steps > 0:
         return epochs_of(trainer.max_steps, steps_an_epoch)
     if trainer.max_epochs is None or trainer.max_epochs < 1:
-        raise ArgumentError("target_epsilon needs the length of the run: Trainer(max_epochs=...)")
+        raise ArgumentError(
+            "target_epsilon needs the length of the run, which the trainer does not set. Pass "
+            "Trainer(max_epochs=...).",
+            doc="integrations",
+        )
     return float(trainer.max_epochs)
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what would couple, scale or skip gradients, or try batches that it cannot get.
+    """Checks for options that couple, scale or skip gradients, or change the batch size.
 
     Raises:
-        ArgumentError: with the way out.
+        ArgumentError: if one is set; it names a fix.
     """
     check_strategy(trainer.strategy)
     if trainer.world_size > 1 and trainer.overfit_batches:
         raise ArgumentError(
-            "overfit_batches repeats the same batches, but each rank draws its share anew; use "
-            "limit_train_batches"
+            "overfit_batches repeats the same batches, but each rank samples its batches anew. Use "
+            "limit_train_batches.",
+            doc="integrations",
         )
     if str(trainer.precision).startswith("16"):
         raise ArgumentError(
             f"Trainer(precision={trainer.precision!r}) scales the loss and skips steps on overflow, "
-            "which tells something about raw gradients; use precision='bf16-mixed'"
+            "which reveals raw gradients. Use precision='bf16-mixed'.",
+            doc="integrations",
         )
     if trainer.accumulate_grad_batches != 1:
         raise ArgumentError(
-            "accumulate_grad_batches joins several batches in one step, and one batch is one release, "
-            "whose rows are drawn anew; leave it at 1 and make the batch larger"
+            "accumulate_grad_batches joins several sampled batches in one step, but epsilon counts one "
+            "step per batch. Leave it at 1 and make the batch larger.",
+            doc="integrations",
         )
     if trainer.gradient_clip_val:
         raise ArgumentError(
-            "gradient_clip_val would clip the mean of the batch, before there is any; each row's "
-            "threshold is max_grad_norm: omit gradient_clip_val"
+            "gradient_clip_val clips the mean of the batch, not the gradient of each sample. "
+            "Omit gradient_clip_val and use max_grad_norm.",
+            doc="integrations",
         )
     if any(
         kind.__name__ == "BatchSizeFinder" for c in trainer.callbacks for kind in type(c).__mro__
     ):
         raise ArgumentError(
-            "BatchSizeFinder changes batch_size between steps, but a private loader draws at the rate "
-            "that the fit has begun with, so that larger batches would not be tried; choose the "
-            "batch_size of the data module without it"
+            "BatchSizeFinder changes batch_size between steps, but a private loader keeps the sampling "
+            "rate of its start, so larger batches are never tried. Set the batch_size of the data "
+            "module instead.",
+            doc="integrations",
         )
 
 
@@ -252,17 +269,17 @@ def check_trainer(trainer: Any) -> None:
 
 
 _PARTS = "_fastclip_parts"
-"""Attribute of a LightningModule: what is private of it."""
+"""Attribute of a LightningModule with its private parts."""
 
 
 @dataclass(eq=False)
 class Part:
-    """What one call has made private.
+    """The part that one call has made private.
 
     Attributes:
         module: the part, or the whole LightningModule.
-        handle: has `cleanup()`.
-        optimizer: a weak reference to the private one.
+        handle: the module handle, with `cleanup()`.
+        optimizer: a weak reference to the private optimizer.
         trainer: a weak reference to the trainer of the call.
     """
 
@@ -272,7 +289,7 @@ class Part:
     trainer: Callable[[], Any]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the module is of no trainer."""
+        """A copy of the module belongs to no trainer."""
         return {**self.__dict__, "optimizer": _nobody, "trainer": _nobody}
 
 
@@ -281,10 +298,10 @@ def _nobody() -> None:
 
 
 def made_before(module: nn.Module, trainer: Any) -> list[Part]:
-    """What the configure_optimizers that is running has made private already.
+    """The parts that the running configure_optimizers has already made private.
 
-    What is left of an earlier fit is cleaned up: its optimizers are those of the trainer's strategy, or
-    it had another trainer.
+    Parts of an earlier fit are cleaned up. Their optimizers are those of the trainer's strategy, or they
+    had another trainer.
     """
     parts: list[Part] = module.__dict__.get(_PARTS, [])
     known = [*map(id, trainer.strategy.optimizers)]
@@ -295,13 +312,13 @@ def made_before(module: nn.Module, trainer: Any) -> list[Part]:
 
 
 def keep(module: nn.Module, part: nn.Module, handle: Any, private: Any, trainer: Any) -> None:
-    """Remember what a call has made private."""
+    """Records what a call has made private."""
     made = Part(part, handle, weakref.ref(private), weakref.ref(trainer))
     module.__dict__.setdefault(_PARTS, []).append(made)
 
 
 def clean_up(module: nn.Module) -> bool:
-    """Make all parts ordinary again; whether there were any."""
+    """Makes all parts non-private again, and returns whether there were any."""
     parts: Sequence[Part] = module.__dict__.pop(_PARTS, ())
     for part in parts:
         part.handle.cleanup()
@@ -312,20 +329,22 @@ def check_part(
     module: nn.Module, part: nn.Module | None, before: Sequence[Part], engine: Any,
     arguments: Mapping[str, Any], trainer: Any,
 ) -> None:  # fmt: skip
-    """Raise an error if this call does not go with the module, or with the calls before it.
+    """Checks this call against the module and the calls before it.
 
     Raises:
-        ArgumentError: naming the way.
+        ArgumentError: if they do not fit; it names a fix.
     """
     if part is not None and not any(part is each for each in module.modules()):
         raise ArgumentError(
-            f"part expects a submodule of the LightningModule, got a {type(part).__name__} that it does "
-            "not hold. Pass self.encoder, for instance."
+            "part expects a submodule of the LightningModule, got another module "
+            f"({type(part).__name__}). Pass one of its submodules, such as self.encoder.",
+            doc="integrations",
         )
     if part is not None and part is not module and trainer.world_size > 1:
         raise ArgumentError(
-            "part makes one submodule private, which several processes cannot train together. Use one "
-            "process, or make the whole module private by one call, with param_groups."
+            "part makes one submodule private, which is unsupported on several processes. Use one "
+            "process, or make the whole module private in one call with param_groups.",
+            doc="integrations",
         )
     mine = module if part is None else part
     held = {*map(id, mine.modules()), *map(id, mine.parameters())}
@@ -333,20 +352,23 @@ def check_part(
         private = other.optimizer()
         if private is None or private.ledger is not engine.accountant:
             raise ArgumentError(
-                "two engines make parts of one LightningModule private, so neither's epsilon would be "
-                "that of the fit. Use one engine for all parts."
+                "Two engines make parts of one LightningModule private, so neither epsilon covers the "
+                "fit. Use one engine for all parts.",
+                doc="integrations",
             )
         theirs = (*other.module.modules(), *other.module.parameters())
         if any(id(each) in held for each in theirs):
             raise ArgumentError(
-                "make_private was called twice for the same parameters in one configure_optimizers, and "
-                "the second call would end the first. Call it once, with one optimizer that has "
-                "param_groups, or pass part= for parts that share nothing."
+                "make_private was called twice for the same parameters in one configure_optimizers, so "
+                "the second call would undo the first. Call it once with param_groups, or pass part= "
+                "for parts that share no parameters.",
+                doc="integrations",
             )
     if before and ("target_epsilon" in arguments or "_fastclip_budget" in module.__dict__):
         raise ArgumentError(
-            "target_epsilon is of one call, and each of several would spend it. Pass noise_multiplier "
-            "to every call; engine.get_epsilon is that of all of them."
+            "target_epsilon is a budget for one call of make_private, and each of several calls would "
+            "spend it. Pass noise_multiplier to every call and read engine.get_epsilon.",
+            doc="integrations",
         )
 
 
@@ -366,36 +388,38 @@ _OWN = {"datamodule", "generator", "private_loaders"}
 
 
 def _of_inner(name: str) -> Any:
-    """The inner data module's method: Lightning, which asks whether a hook is overridden and takes that
-    of the LightningModule if not, sees whether it is there."""
+    """The method of the inner data module.
+
+    Lightning checks whether the data module overrides a hook, and otherwise uses the LightningModule's.
+    """
     return property(lambda outer: getattr(outer.datamodule, name))
 
 
 class DPLightningDataModule(LightningDataModule):
-    """A data module whose training batches are Poisson samples, as Opacus' class of this name.
+    """A data module with Poisson-sampled training batches, like the Opacus class of this name.
 
-    Once `make_private` has been called its training loader is the one that the engine watches. On
-    several processes it draws this rank's share, and `batch_size` of the loader given is of all ranks
-    together; of each rank where it has a DistributedSampler.
+    After `make_private` its training loader is the one that the engine watches. On several processes it
+    draws this rank's shard. The `batch_size` of the given loader is that of all ranks together, or that
+    of each rank if the loader has a DistributedSampler.
 
     Args:
-        datamodule: the ordinary one, of one training loader. Everything else is its own: hooks, state,
-            hyperparameters, trainer and attributes, to read and to set.
-        generator: of the Poisson sampling of all fits; that of the first loader if None.
+        datamodule: the non-private data module, with one training loader. Hooks, state,
+            hyperparameters, trainer and attributes are read from it and set on it.
+        generator: for the Poisson sampling of all fits; None uses that of the first loader.
     """
 
     def __init__(
         self, datamodule: LightningDataModule, generator: torch.Generator | None = None
     ) -> None:
-        # without Lightning's own, whose attributes are the inner data module's here
+        # Lightning's own __init__ is not called: its attributes are those of the inner data module.
         self.datamodule, self.generator = datamodule, generator
         self.private_loaders: list[DataLoader] = []
 
     def train_dataloader(self) -> DataLoader | CombinedLoader:
-        """The training loader, drawing every sample independently: of those and as often as its sampler.
+        """The training loader, which draws every sample independently, at the rate of its sampler.
 
-        Where several parts of the module are private, a batch is a list: one of each part's own, in the
-        order of the calls of `make_private`.
+        If several parts of the module are private, a batch is a list with one sampled batch per part,
+        in the order of the calls of `make_private`.
         """
         if len(self.private_loaders) > 1:
             return CombinedLoader(self.private_loaders, "min_size")
@@ -410,17 +434,17 @@ class DPLightningDataModule(LightningDataModule):
         """The inner data module's training loader, with the generator of all fits.
 
         Raises:
-            ArgumentTypeError: for several, or another kind.
+            ArgumentTypeError: there are several, or it is not a DataLoader.
         """
         loader = self.datamodule.train_dataloader()
         if not isinstance(loader, DataLoader):
             raise ArgumentTypeError(
-                "DPLightningDataModule expects train_dataloader() of the data module to return one "
-                f"torch.utils.data.DataLoader, got {type(loader).__name__}: a step is one draw from one "
-                "data set; join several in one loader (torch.utils.data.ConcatDataset, or StackDataset "
-                "for rows that belong together)"
+                "DPLightningDataModule expects train_dataloader() to return one "
+                f"torch.utils.data.DataLoader, got {type(loader).__name__}. Join several data sets with "
+                "torch.utils.data.ConcatDataset, or StackDataset if their samples belong together.",
+                doc="integrations",
             )
-        # of the first: one that is seeded alike for every fit would draw the same samples again
+        # The first generator: one that every fit seeds alike would draw the same samples again.
         loader.generator = self.generator = self.generator or loader.generator
         return loader
 
@@ -438,7 +462,7 @@ class DPLightningDataModule(LightningDataModule):
     on_exception = _of_inner("on_exception")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "datamodule" or name.startswith("__"):  # asked for by copies that have none yet
+        if name == "datamodule" or name.startswith("__"):  # copies ask before they have one
             raise AttributeError(name)
         return getattr(self.datamodule, name)
 
@@ -453,30 +477,30 @@ def make_private(
     module: LightningModule, optimizer: torch.optim.Optimizer, engine: FastPrivacyEngine,
     *, part: nn.Module | None = None, **arguments: Any,
 ) -> FastDPOptimizer:  # fmt: skip
-    """The private optimizer, to be returned from `configure_optimizers`.
+    """Makes the module private and returns the optimizer for `configure_optimizers`.
 
-    The module stays itself, and its trainer gets the loader that the engine watches: Lightning asks
-    for it only after `configure_optimizers`.
+    The module is not wrapped. Its trainer gets the loader that the engine watches, because Lightning
+    asks for the loader only after `configure_optimizers`.
 
-    Several calls, each with a `part`, make parts private that have optimizers of their own (manual
-    optimization). Each part draws batches of its own, since two steps on one draw would cost more
-    than steps on two draws. `training_step` gets a list of them, in the order of the calls. The
-    engine's epsilon is that of all steps. One loss goes through one of these parts.
+    Several calls, each with a `part`, make parts with their own optimizers private (manual
+    optimization). Each part has its own sampled batches, because two steps on one sampled batch cost
+    more than steps on two. `training_step` gets a list of batches, in the order of the calls. The
+    engine's epsilon covers all steps. One loss goes through one of these parts.
 
     Args:
         module: attached to a trainer that fits it to a DPLightningDataModule, on one device, with
             strategy="ddp", or with a ModelParallelStrategy and a `configure_model` that calls
             fully_shard on the module itself.
-        optimizer: over the module's (or the part's) parameters.
-        part: the submodule that becomes private; None is the whole module. What lies outside of it is
-            ordinary: train it on what the part has released, or on public data. One process alone.
-        arguments: as of `FastPrivacyEngine.make_private`, or, with target_epsilon, of
-            `make_private_with_epsilon`, whose `epochs` are the trainer's if not given; the loader is
-            the data module's, the mode the fast one, and the module is not wrapped.
+        optimizer: over the parameters of the module (or of the part).
+        part: the submodule that becomes private; None is the whole module. Modules outside it are
+            non-private: train them on what the part has released, or on public data. Needs one process.
+        arguments: as in `FastPrivacyEngine.make_private`, or, with target_epsilon, in
+            `make_private_with_epsilon`. `epochs` defaults to the trainer's. The loader is that of the
+            data module, the mode is the fast mode, and the module is not wrapped.
 
     Raises:
-        fastclip.errors.*: for trainers that are not supported, checkpoints that do not say what
-            their run has spent, and as `make_private`.
+        fastclip.errors.*: for trainers that are not supported, checkpoints without the privacy cost of
+            their run, and as `make_private`.
     """
     trainer: Any = module.trainer
     check_trainer(trainer)
@@ -484,7 +508,7 @@ def make_private(
     _check_resumed(trainer, engine)
     try:
         return _make_part(module, optimizer, engine, part, arguments)
-    except BaseException:  # of several, all: configure_optimizers has failed
+    except BaseException:  # all parts, because configure_optimizers has failed
         clean_up(module)
         raise
 
@@ -499,9 +523,10 @@ def _make_part(
     data = trainer.datamodule
     if not isinstance(data, DPLightningDataModule):
         raise ArgumentTypeError(
-            "Lightning draws from its own data loader unless trainer.fit gets a "
-            f"DPLightningDataModule, got {type(data).__name__}; pass "
-            "datamodule=fastclip.integrations.lightning.DPLightningDataModule(your_datamodule)"
+            f"trainer.fit expects a DPLightningDataModule, got {type(data).__name__}, whose batches are "
+            "not sampled privately. Pass "
+            "datamodule=fastclip.integrations.lightning.DPLightningDataModule(your_datamodule).",
+            doc="integrations",
         )
     if not before:
         data.private_loaders = []
@@ -532,26 +557,26 @@ def _make_part(
 
 
 class PrivacyCallback(Callback):
-    """Logs epsilon after every epoch, and keeps what was spent in the trainer's checkpoints.
+    """Logs epsilon after every epoch, and saves the accountant in the trainer's checkpoints.
 
-    When training ends the module's layers are ordinary again.
+    When training ends the module is non-private again.
 
     Args:
-        engine: the one that made the module private. delta: of the epsilon that is logged.
+        engine: the engine that made the module private.
+        delta: delta of the epsilon that is logged.
     """
 
     def __init__(self, engine: FastPrivacyEngine, delta: float) -> None:
         self.engine, self.delta = engine, between("delta", delta, 0, 1)
         self.loaded = False
-        """The checkpoint that is resumed has said what its run has spent."""
+        """Whether the resumed checkpoint has restored the accountant."""
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Before a checkpoint is read."""
+        """Runs before a checkpoint is read."""
         self.loaded = False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Refuses to go on from a checkpoint whose spending is not known, or with which target_epsilon
-        would be exceeded."""
+        """Checks that the privacy cost of a resumed run is known and that its budget holds."""
         late = reads_late(trainer.strategy)
         if late and trainer.ckpt_path is not None and not self.loaded:
             raise _unknown(trainer)
@@ -565,8 +590,8 @@ class PrivacyCallback(Callback):
             steps = math.ceil(epochs * len(loader))
         budget.check(
             self.engine.accountant, optimizer, self.engine.sampling, max(steps - trainer.global_step, 0),
-            "resume with the batch, the length and the target of that run, or pass noise_multiplier= "
-            "and watch epsilon",
+            "Resume with that run's batch, length and target, or pass noise_multiplier= and watch "
+            "epsilon.",
         )  # fmt: skip
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -579,43 +604,44 @@ class PrivacyCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Where the optimizers' states leave them out: thresholds and steps."""
+        """Saves thresholds and steps if the optimizers' states omit them."""
         if reads_late(trainer.strategy):
             write_strategies(checkpoint, trainer.optimizers)
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """These go where the optimizers look for them."""
+        """Moves them to where the optimizers read them."""
         strategies_to_optimizers(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was spent."""
+        """The state of the accountant."""
         return dict(self.engine.accountant.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; what this engine has spent since is kept (a Tuner restores its start)."""
+        """Restores the accountant, and keeps later steps of this engine (a Tuner restores its start)."""
         self.engine.accountant.load_state_dict(state_dict)
         self.loaded = True
 
 
 def _budget(engine: FastPrivacyEngine, arguments: dict[str, Any]) -> tuple[Budget, float]:
-    """What was asked for, and the epochs in which it is to be spent."""
+    """The budget, and the number of epochs in which it may be spent."""
     options = inspect.signature(engine.accountant.get_epsilon).parameters.keys() & arguments.keys()
-    told = {name: arguments[name] for name in options}
-    budget = Budget(arguments["target_epsilon"], arguments["target_delta"], told)
+    given = {name: arguments[name] for name in options}
+    budget = Budget(arguments["target_epsilon"], arguments["target_delta"], given)
     return budget, arguments["epochs"]
 
 
 def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
-    """Refuse a checkpoint whose spending is not known, or not loaded into this engine."""
+    """Checks that the privacy cost of a resumed checkpoint is loaded into this engine."""
     mine = [c for c in trainer.callbacks if isinstance(c, PrivacyCallback) and c.engine is engine]
-    if reads_late(trainer.strategy):  # nobody knows yet whether there is a checkpoint
+    if reads_late(trainer.strategy):  # whether there is a checkpoint is not known yet
         if not mine:
             raise ArgumentError(
-                f"{type(trainer.strategy).__name__} reads checkpoints into the private model, for which "
-                "it needs a PrivacyCallback of this engine; pass Trainer(callbacks=[PrivacyCallback("
-                "engine, delta)])"
+                f"{type(trainer.strategy).__name__} reads checkpoints into the private model and needs "
+                "a PrivacyCallback of this engine. Pass Trainer(callbacks=[PrivacyCallback(engine, "
+                "delta)]).",
+                doc="integrations",
             )
     elif trainer.ckpt_path is not None and not any(c.loaded for c in mine):
         raise _unknown(trainer)
@@ -623,7 +649,7 @@ def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
 
 def _unknown(trainer: Any) -> ArgumentError:
     return ArgumentError(
-        f"{trainer.ckpt_path} holds nothing of a PrivacyCallback of this trainer and engine, so what "
-        "its run has spent is not known; train and resume with Trainer(callbacks=[PrivacyCallback("
-        "engine, delta)]), or load its model and train anew"
+        f"{trainer.ckpt_path} has no state of a PrivacyCallback of this engine, so the privacy cost of "
+        "its run is unknown. Train and resume with Trainer(callbacks=[PrivacyCallback(engine, delta)]).",
+        doc="checkpoints",
     )

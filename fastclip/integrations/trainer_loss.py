@@ -1,4 +1,4 @@
-"""A transformers.Trainer whose training loss is the mean of its samples' own losses."""
+"""A transformers.Trainer whose training loss is the mean of per-sample losses."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.trainer_run import RanksTrainer
 
 # -------------------------------------------------------------------------------------------------
-# A check that a Trainer's compute_loss_func keeps samples apart.
+# A check that a Trainer's compute_loss_func keeps samples independent.
 
 
 IGNORED = -100
-WAY_OUT = (
-    "pass PrivateTrainer(compute_loss_func=...), a function (outputs, labels, num_items_in_batch) that "
-    "returns one loss a row, [b]"
-)
-FIX = "Pass compute_loss_func, which returns one loss a row, [b]."
+FIX = "Pass a compute_loss_func that returns one loss per sample, of shape [b]."
 
 TOLERANCE = 1e-4
-"""Relative, in float32, between numbers that are computed from the same outputs."""
+"""Relative tolerance, in float32, between numbers computed from the same outputs."""
 
 
-def rows_of(inputs: dict[str, Any]) -> int:
-    """Samples of a batch: the first dimension of its labels, or of the first tensor."""
+def samples_in(inputs: dict[str, Any]) -> int:
+    """The number of samples in a batch, by its labels or else its first tensor."""
     tensors = [v for v in inputs.values() if isinstance(v, Tensor) and v.dim()]
     labels = inputs.get("labels")
     return len(labels) if isinstance(labels, Tensor) and labels.dim() else len(tensors[0])
@@ -38,7 +34,7 @@ def rows_of(inputs: dict[str, Any]) -> int:
 
 def take(inputs: dict[str, Any], samples: list[int]) -> dict[str, Any]:
     """These samples of a batch."""
-    size = rows_of(inputs)
+    size = samples_in(inputs)
 
     def few(value: Any) -> Any:
         if isinstance(value, dict):
@@ -52,13 +48,13 @@ def take(inputs: dict[str, Any], samples: list[int]) -> dict[str, Any]:
     return {name: few(value) for name, value in inputs.items()}
 
 
-def telling(inputs: dict[str, Any], most: int) -> dict[str, Any]:
-    """Samples of a batch in which a coupled loss gives itself away: whose labels differ.
+def telling_samples(inputs: dict[str, Any], most: int) -> dict[str, Any]:
+    """Samples with different labels, on which a coupled loss can be detected.
 
-    Of token labels the last sample keeps a single one, so that a mean over the tokens differs from that
-    over the samples.
+    If labels are tokens, the last sample keeps a single one. A mean over tokens then differs from a
+    mean over samples.
     """
-    labels, size = inputs.get("labels"), rows_of(inputs)
+    labels, size = inputs.get("labels"), samples_in(inputs)
     if not isinstance(labels, Tensor) or not labels.dim():
         return take(inputs, list(range(min(size, most))))
     different: dict[Any, int] = {}
@@ -76,15 +72,15 @@ def telling(inputs: dict[str, Any], most: int) -> dict[str, Any]:
     if tokens:
         kept = few["labels"].clone()
         places = (kept[-1] != IGNORED).nonzero().flatten()
-        kept[-1, places[:-1]] = IGNORED  # the last one: a shifted loss does not use the first
+        kept[-1, places[:-1]] = IGNORED  # keeps the last: a shifted loss does not use the first
         few["labels"] = kept
     return few
 
 
 class Checked:
-    """Which labels have been compared with each other, so which batch must be looked at.
+    """The labels that were compared with each other, which decide what batch must be checked.
 
-    Class weights and ignored samples show only where a batch holds labels that they treat differently.
+    Class weights and ignored samples show only in a batch with labels that they treat differently.
     """
 
     def __init__(self) -> None:
@@ -92,14 +88,14 @@ class Checked:
         self._together: list[frozenset] = []
 
     def due(self, inputs: dict[str, Any]) -> bool:
-        """A batch of several samples that may show what those before could not."""
-        if rows_of(inputs) < 2 or self._enough:
+        """Whether this batch may show a coupling that earlier batches could not."""
+        if samples_in(inputs) < 2 or self._enough:
             return False
         values = _classes(inputs)
         return values is None or not any(values <= known for known in self._together)
 
     def done(self, inputs: dict[str, Any]) -> None:
-        """These samples were compared."""
+        """Records that these samples were compared."""
         values, labels = _classes(inputs), inputs.get("labels")
         if values is None:
             if not isinstance(labels, Tensor) or not labels.dim():
@@ -110,13 +106,13 @@ class Checked:
                 compared = (compared != IGNORED).sum(1)
             self._enough = bool((compared != compared[:1]).any())
             return
-        apart = []
+        separate = []
         for known in self._together:
             if known & values:
                 values |= known
             else:
-                apart.append(known)
-        self._together = [*apart, values] if len(values) > 1 else self._together
+                separate.append(known)
+        self._together = [*separate, values] if len(values) > 1 else self._together
 
 
 def _classes(inputs: dict[str, Any]) -> frozenset | None:
@@ -129,25 +125,25 @@ def _classes(inputs: dict[str, Any]) -> frozenset | None:
 def check_function(
     function: Callable[[Any, Any], Tensor], outputs: Any, inputs: dict[str, Any]
 ) -> None:
-    """Refuse a compute_loss_func that is not the mean of its samples' own losses.
+    """Checks that a compute_loss_func is the mean of per-sample losses.
 
-    It is called with numbers drawn at random in the place of the model's outputs: a model that has
-    learnt nothing yet gives every token the same loss, and hides a mean over tokens.
+    It is called with random numbers instead of the model's outputs. An untrained model gives every
+    token the same loss, which would hide a mean over tokens.
 
     Args:
-        function: (outputs, labels) -> loss, one a sample or their mean.
-        inputs: the labels' batch.
+        function: (outputs, labels) -> loss, one per sample or their mean.
+        inputs: the batch with the labels.
 
     Raises:
-        ArgumentError: with the way out.
+        ArgumentError: if samples are coupled; it names a fix.
     """
-    size = rows_of(inputs)
+    size = samples_in(inputs)
     values, shape = tree_flatten(outputs)
     values = [v.detach() if isinstance(v, Tensor) else v for v in values]
     places = [i for i, v in enumerate(values) if _differentiable(v)]
     order = torch.arange(size, device="cpu")
-    few = telling({"rows": order, "labels": inputs.get("labels")}, most=size)
-    chosen, labels = few["rows"].tolist(), few["labels"]
+    few = telling_samples({"samples": order, "labels": inputs.get("labels")}, most=size)
+    chosen, labels = few["samples"].tolist(), few["labels"]
     generator = torch.Generator().manual_seed(0)
     for synthetic in (True, False):  # a loss of probabilities may not take any number
         leaves = list(values)
@@ -162,8 +158,8 @@ def check_function(
         ) -> list[Tensor | None]:
             own = list(leaves)
             for i in places:
-                of_rows = len(own[i]) == size
-                own[i] = (own[i][samples] if of_rows else own[i].clone()).requires_grad_()
+                per_sample = len(own[i]) == size
+                own[i] = (own[i][samples] if per_sample else own[i].clone()).requires_grad_()
             with torch.enable_grad():
                 loss = function(tree_unflatten(own, shape), labels).mean()
                 if not loss.requires_grad:
@@ -173,7 +169,7 @@ def check_function(
         try:
             together = gradients(chosen, labels)
             alone = [
-                gradients([sample], take({"rows": order, "labels": labels}, [number])["labels"])
+                gradients([sample], take({"samples": order, "labels": labels}, [number])["labels"])
                 for number, sample in enumerate(chosen)
             ]
         except Exception:
@@ -190,7 +186,8 @@ def check_function(
         if len(values[i]) != size and bool(found.any()):
             raise ArgumentError(
                 f"compute_loss_func uses an output of shape {list(values[i].shape)}, which does not "
-                f"hold one entry a row, so it couples rows; {WAY_OUT}"
+                f"hold one entry per sample, so it couples samples. {FIX}",
+                doc="coupled-loss",
             )
         if len(values[i]) == size:
             own = [gradient[number] for gradient in alone]
@@ -202,7 +199,7 @@ def _differentiable(value: Any) -> bool:
 
 
 def _compare(together: Tensor, alone: list[Tensor | None], tolerance: float) -> None:
-    """Sample by sample: the gradient in the batch, times its samples, is that of the sample alone."""
+    """Compares each sample's gradient in the batch, times the batch size, with that of it alone."""
     for sample, own in enumerate(alone):
         if own is None or own.shape != together[sample].shape or not own.isfinite().all():
             continue
@@ -211,10 +208,10 @@ def _compare(together: Tensor, alone: list[Tensor | None], tolerance: float) -> 
             float(own.norm()), float(found.norm()), 1e-12
         ):
             raise ArgumentError(
-                f"the gradient of a row's outputs in a batch of {len(alone)} rows is {found.norm():.4g} "
-                f"a row, but {own.norm():.4g} where the row is alone: the loss couples rows (a mean "
-                "over the tokens of the batch, or of weighted classes?), so no row can be clipped; "
-                f"{WAY_OUT}"
+                "The loss couples samples: the gradient norm of a sample's outputs is "
+                f"{found.norm():.4g} in the batch, {own.norm():.4g} alone (possible cause: a mean over "
+                f"all tokens, or class weights). {FIX}",
+                doc="coupled-loss",
             )
 
 
@@ -223,30 +220,32 @@ def _compare(together: Tensor, alone: list[Tensor | None], tolerance: float) -> 
 
 _ENDS = ("start_positions", "end_positions")
 _OF_TRL = ("PrivateDPOTrainer", "PrivateSFTTrainer")
-"""What fastclip.integrations.trl has."""
+"""The trainers of fastclip.integrations.trl."""
 
 
 class SampleLossTrainer(RanksTrainer):
-    """Trains on the model's own loss per sample (model_loss of make_private), or on compute_loss_func,
-    and checks that this keeps samples apart.
+    """Trains on per-sample losses of the model (model_loss of make_private), or on compute_loss_func.
 
-    Evaluation, and everything outside of private training, is the Trainer's own.
+    It checks that the loss keeps samples independent. Evaluation, and everything outside of private
+    training, is unchanged.
 
     Raises:
-        ArgumentError: for a compute_loss of another class than transformers.Trainer, before this one in
-            the method resolution order, or behind it, where there is no compute_loss_func.
+        ArgumentError: if a class before this one in the method resolution order overrides
+            compute_loss, or, without a compute_loss_func, a class after it other than
+            transformers.Trainer.
     """
 
     _private = False
-    """Inside a private train()."""
+    """Whether a private train() is running."""
     serves: tuple[type, ...] = ()
-    """Classes behind this one in whose place its own `_training_loss` gives samples' losses."""
+    """Classes after this one whose loss `_training_loss` replaces by per-sample losses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if type(self).compute_loss is not SampleLossTrainer.compute_loss:
             raise ArgumentError(
-                f"{type(self).__name__} overrides compute_loss, so that nothing would check that its "
-                f"loss keeps rows apart; {WAY_OUT}"
+                f"{type(self).__name__} overrides compute_loss, so fastclip cannot check that its loss "
+                f"keeps samples independent. {FIX}",
+                doc="integrations",
             )
         self._checked = Checked()
         super().__init__(*args, **kwargs)
@@ -254,24 +253,25 @@ class SampleLossTrainer(RanksTrainer):
             self._check_behind()
 
     def _check_behind(self) -> None:
-        """No class behind this one has a loss of its own, which would not be trained on."""
+        """Checks that no class after this one has its own loss, which would not be trained on."""
         for kind in _behind(type(self)):
             if kind in (Trainer, *self.serves) or "compute_loss" not in vars(kind):
                 continue
-            private, way_out = f"Private{kind.__name__}", WAY_OUT
+            private, fix = f"Private{kind.__name__}", FIX
             if private in _OF_TRL and kind.__module__.startswith("trl."):
-                way_out = f"use fastclip.integrations.trl.{private}, or {WAY_OUT}"
+                fix = f"Use fastclip.integrations.trl.{private}, or {FIX[0].lower()}{FIX[1:]}"
             raise ArgumentError(
-                f"{kind.__name__}.compute_loss stands behind PrivateTrainer, which trains on rows' "
-                f"own losses in its place; {way_out}"
+                f"{kind.__name__}.compute_loss is not used by PrivateTrainer, which trains on one loss "
+                f"per sample instead. {fix}",
+                doc="integrations",
             )
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        """The mean of the samples' own losses while training; the Trainer's own loss elsewhere."""
-        # of a dict of labels the Trainer would give compute_loss_func none
+        """The mean of per-sample losses in training; the Trainer's loss elsewhere."""
+        # The Trainer would pass no labels to compute_loss_func if they are a dict.
         plain = self.compute_loss_func is None or not isinstance(self._labels(inputs), dict)
         if plain and not (self._private and model.training):
             return super().compute_loss(model, inputs, return_outputs)
@@ -286,22 +286,24 @@ class SampleLossTrainer(RanksTrainer):
             return found
         if isinstance(self._labels(inputs), dict):
             raise ArgumentError(
-                f"label_smoothing_factor expects one label a token or sample. {FIX}"
+                f"label_smoothing_factor expects one label per token or per sample. {FIX}",
+                doc="integrations",
             )
-        outputs = model(**inputs)  # which takes it into account
+        outputs = model(**inputs)  # its loss includes label smoothing
         if not self.dp_optimizer.grad_state.model_loss.replaced:
             raise ArgumentError(
-                f"label_smoothing_factor needs a cross entropy that the model computes. {FIX}"
+                f"label_smoothing_factor needs a cross entropy that the model computes. {FIX}",
+                doc="integrations",
             )
         return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs
 
     def _given_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """By compute_loss_func."""
+        """The loss of compute_loss_func."""
         labels = self._labels(inputs)
         inputs.pop("labels", None)
         outputs = model(**inputs)
         given = {**inputs, "labels": labels}
-        samples = rows_of(given)
+        samples = samples_in(given)
         losses = self._own_losses(outputs, labels, samples)
         if self._private and model.training and self._checked.due(given):
             check_function(lambda o, y: self._own_losses(o, y, None), outputs, given)
@@ -310,26 +312,27 @@ class SampleLossTrainer(RanksTrainer):
 
     def _own_losses(self, outputs: Any, labels: Any, samples: int | None) -> Tensor:
         losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)  # type: ignore[misc]
-        # a mean over all positions, padded ones included, would divide by the longest sample
+        # A mean over all positions, padding included, would divide by the longest sample.
         if losses.dim() and samples is not None and losses.shape != (samples,):
             raise ArgumentError(
-                f"compute_loss_func expects to return one loss a row, [{samples}], or their mean, got "
-                f"{list(losses.shape)}; average inside each row first"
+                f"compute_loss_func expects to return one loss per sample, [{samples}], or their mean, "
+                f"got shape {list(losses.shape)}. Average inside each sample first.",
+                doc="coupled-loss",
             )
         return losses
 
     def _labels(self, inputs: dict[str, Any]) -> Any:
-        """What the loss compares with: `labels`, or a dict of what has other names; None without any."""
+        """The labels: `labels`, a dict of labels with other names, or None."""
         names = dict.fromkeys([*self.label_names, *_ENDS])
         named = {n: inputs[n] for n in names if isinstance(inputs.get(n), Tensor)}
         return inputs.get("labels", named or None)
 
 
 def by_name(kind: type, given: Sequence[Any]) -> dict[str, Any]:
-    """Positional arguments of a trainer, by the names that the class behind the private one gives them.
+    """Positional arguments of a trainer, by their names in the class after the private one.
 
     Raises:
-        ArgumentTypeError: more than it names.
+        ArgumentTypeError: there are more than names.
     """
     names: list[str] = []
     for behind in _behind(kind):
@@ -338,15 +341,15 @@ def by_name(kind: type, given: Sequence[Any]) -> dict[str, Any]:
         own = list(inspect.signature(behind).parameters.values())
         names = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
         if names or not any(p.kind is p.VAR_POSITIONAL for p in own):
-            break  # else it hands on all of them as they come
+            break  # otherwise it passes all of them on
     if len(given) > len(names):
         raise ArgumentTypeError(
-            f"{kind.__name__} got {len(given)} positional arguments, of which {len(names)} have a name; "
-            "pass them by keyword"
+            f"{kind.__name__} got {len(given)} positional arguments, of which {len(names)} have a name. "
+            "Pass them by keyword."
         )
     return dict(zip(names, given, strict=False))
 
 
 def _behind(kind: type) -> tuple[type, ...]:
-    """The classes that SampleLossTrainer's own super() finds."""
+    """The classes after SampleLossTrainer in the method resolution order."""
     return kind.__mro__[kind.__mro__.index(SampleLossTrainer) + 1 :]

@@ -1,8 +1,8 @@
-"""A private Trainer's run: its processes, physical batches, checkpoints and budget.
+"""The processes, physical batches, checkpoints and budget of a private Trainer's run.
 
-The Trainer wraps its model for several processes (DistributedDataParallel, FSDP2) after it has asked for
-the data loader. A private model must be wrapped before: here it is prepared with the loader, by the same
-library, and not once more.
+The Trainer wraps its model for several processes (DistributedDataParallel, FSDP2) after it has created
+the data loader. A private model must be wrapped before that. Here the same library prepares it together
+with the loader, and only once.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _CLIPPING = "privacy_clipping.pt"
 
 
 class RanksTrainer(Trainer):
-    """Prepares the model for its processes, saves and loads what they share.
+    """Prepares the model for several processes, and saves and loads their shared state.
 
-    In one process it does what the Trainer does.
+    In one process it does the same as the Trainer.
     """
 
     sampling_generator: torch.Generator
-    """Of the loader; draws of samples are seeded from it."""
+    """Of the loader; it seeds the sampling."""
     private_loader: DataLoader | None = None
-    """Within train()."""
-    _drawing: PoissonSampler | None = None
+    """Set inside train()."""
+    _sampler: PoissonSampler | None = None
     _share: DistributedSampler | None = None
-    """What deals samples out to processes, without Poisson sampling."""
+    """Shards the samples over processes, without Poisson sampling."""
 
     @property
     def ranks(self) -> Ranks | None:
-        """The processes that train the private model; None for one."""
+        """The processes that train the private model; None if there is one."""
         return self.dp_optimizer.grad_state.clipping.ranks
 
     @property
@@ -67,29 +67,34 @@ class RanksTrainer(Trainer):
         while optimizer is not None and not isinstance(optimizer, FastDPOptimizer):
             optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:
-            raise ArgumentError("there is no private optimizer before train() has begun")
+            raise ArgumentError(
+                "The trainer has no private optimizer before train() starts. Call train() first.",
+                doc="integrations",
+            )
         return optimizer
 
     # Before training
 
     def _prepared(self) -> nn.Module:
-        """The model as its processes train it, from which the optimizer has its parameters."""
+        """The model as the processes train it; the optimizer holds its parameters."""
         self.create_optimizer()
         self.optimizer: Any = innermost(self.optimizer)
         model: Any = self.model
         if isinstance(self.model, FSDPModule):  # by an earlier train()
             if not self.is_fsdp_enabled:
                 raise ArgumentError(
-                    "the model was spread by fully_shard before the Trainer got it, which would save "
-                    "and load it as if it were whole; pass it plain, with TrainingArguments(fsdp=True)"
+                    "The model was sharded by fully_shard before the Trainer received it, so the "
+                    "Trainer would save and load it as unsharded. Pass the plain model, with "
+                    "TrainingArguments(fsdp=True).",
+                    doc="sharded-models",
                 )
-            self.accelerator.prepare_model(model, evaluation_mode=True)  # an evaluation asks for it
+            self.accelerator.prepare_model(model, evaluation_mode=True)  # evaluation needs it
         else:
             _unprepare(model)
             if self.is_fsdp_enabled:
                 model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
             elif self.args.world_size > 1:
-                # Autocast is to be around the private forward.
+                # Autocast must be outside the private forward.
                 with _without_autocast(self.accelerator):
                     model = self.accelerator.prepare_model(model)
         self.model_wrapped = model
@@ -98,8 +103,8 @@ class RanksTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: Any, train_dataloader: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """What was made with the loader (the optimizer, the wrapped model) is not made once more."""
-        self._check_drawn(train_dataloader is self.private_loader)
+        """Keeps the optimizer and the wrapped model that were made with the loader."""
+        self._check_sampled(train_dataloader is self.private_loader)
         if self.model_wrapped is not self.model:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)  # autocast alone
         with _optimizer_made(self):
@@ -108,21 +113,22 @@ class RanksTrainer(Trainer):
             with _models_prepared(self.accelerator):
                 return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
 
-    def _check_drawn(self, privately: bool) -> None:
-        """Refuse batches of a loader of the user's own."""
+    def _check_sampled(self, privately: bool) -> None:
+        """Raises an error if batches come from a loader of the user's own."""
         if not privately:
             raise ArgumentError(
-                f"the loader of {type(self).__name__}.get_train_dataloader is not the one that draws "
-                "rows privately, or was changed: let it return super().get_train_dataloader() as it is; "
-                "pass the rows to train on as train_dataset, and what joins them as data_collator"
+                f"The loader of {type(self).__name__}.get_train_dataloader is not the private one, or "
+                "was changed, so epsilon would not hold. Let it return super().get_train_dataloader() "
+                "unchanged, and pass your own train_dataset and data_collator to the trainer.",
+                doc="sampling",
             )
 
     def _shares(self, dataset: Dataset, shuffle: bool) -> dict[str, Any]:
-        """Arguments of a loader whose samples are drawn by all processes together.
+        """Arguments of a loader whose samples are sharded over all processes.
 
         Args:
-            shuffle: samples come in a random order, and each process needs a share of its own; else they
-                are drawn by Poisson sampling, which gives shares of any loader.
+            shuffle: samples come in a random order, and each process needs its own shard. If False,
+                batches are Poisson-sampled, which shards any loader.
         """
         count = self.args.world_size
         if not shuffle or count == 1:
@@ -133,28 +139,30 @@ class RanksTrainer(Trainer):
         )
         return {"batch_size": self._train_batch_size, "sampler": self._share}
 
-    def _draw_from(self, loader: DataLoader) -> None:
-        """This process draws from a stream of its own, which `seed_draws` can begin anew."""
+    def _sample_from(self, loader: DataLoader) -> None:
+        """Remembers the sampler of this process, whose stream `seed_sampling` can restart."""
         sampler = loader.batch_sampler
-        self._drawing = sampler if isinstance(sampler, PoissonSampler) else None
+        self._sampler = sampler if isinstance(sampler, PoissonSampler) else None
 
-    def seed_draws(self, epoch: int) -> None:
-        """The draws of this epoch follow from data_seed, if there is one: other ones in each process."""
+    def seed_sampling(self, epoch: int) -> None:
+        """Seeds the sampling of this epoch from data_seed, if given, differently in each process."""
         if self._share is not None:
             self._share.set_epoch(epoch)
         if self.args.data_seed is None:
             return
         self.sampling_generator.manual_seed(self.args.data_seed + epoch)
-        if self._drawing is not None:
-            self._drawing.draw_anew()
+        if self._sampler is not None:
+            self._sampler.draw_anew()
 
     # A step
 
     def _parts(self, batches: list[Any], sizes: list[int], spare: Any) -> list[tuple[Any, int]]:
-        """The physical batches of a draw, and their samples; equally many in all processes if need be.
+        """The physical batches of a sampled batch, with their numbers of samples.
+
+        If the model is sharded, all processes get the same number of physical batches.
 
         Args:
-            spare: () -> a batch of one sample, which stands for none.
+            spare: () -> a placeholder batch of one sample that counts as none.
         """
         parts = list(zip(batches, sizes, strict=True))
         if self.ranks is not None and self.ranks.shards is not None:
@@ -165,7 +173,7 @@ class RanksTrainer(Trainer):
     # Checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Of shards: the inner optimizer's, for torch asks an optimizer for a step to know its state."""
+        """Saves the inner optimizer of a sharded model, because torch steps one to get its state."""
         if not self.is_fsdp_enabled:
             return super()._save_optimizer_and_scheduler(output_dir)
         with self._inner_optimizer():
@@ -199,7 +207,7 @@ class RanksTrainer(Trainer):
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The user's optimizer: of an earlier train(), without Accelerate's and the engine's wrappers."""
+    """The user's optimizer without the wrappers of Accelerate and the engine (of an earlier train())."""
     while True:
         inner = getattr(optimizer, "original_optimizer", None) or getattr(
             optimizer, "optimizer", None
@@ -210,7 +218,7 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _unprepare(model: nn.Module) -> None:
-    """As before an evaluation or an earlier train(): Accelerate prepares no model twice."""
+    """Undoes the preparation of an evaluation or an earlier train(), as Accelerate prepares once."""
     model.__dict__.pop("_is_accelerate_prepared", None)
     original = model.__dict__.pop("_original_forward", None)  # beneath autocast
     if getattr(original, "__func__", None) is type(model).forward:
@@ -230,7 +238,10 @@ def _without_autocast(accelerator: Any) -> Iterator[None]:
 
 @contextmanager
 def _optimizer_made(trainer: Trainer) -> Iterator[None]:
-    """Inside, `create_optimizer` returns the private one: a user's own may make another at each call."""
+    """Makes `create_optimizer` return the private optimizer, while the context is open.
+
+    A user's own method may create another optimizer at each call.
+    """
     trainer.__dict__["create_optimizer"] = lambda *_, **__: trainer.optimizer
     try:
         yield
@@ -240,10 +251,10 @@ def _optimizer_made(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _models_prepared(accelerator: Any) -> Iterator[None]:
-    """Inside, `accelerator.prepare` leaves models as they are.
+    """Makes `accelerator.prepare` leave models unchanged, while the context is open.
 
-    Of a model that is spread already, Accelerate tells parameters by the address of their shard, which
-    is the same for all that are empty, and would hand the optimizer one in the place of another.
+    Accelerate identifies the parameters of a sharded model by the address of their shard. All empty
+    shards have the same address, so the optimizer could get one parameter instead of another.
     """
 
     def prepare(*given: Any, **_: Any) -> Any:
@@ -261,14 +272,14 @@ def _models_prepared(accelerator: Any) -> Iterator[None]:
 
 
 # -------------------------------------------------------------------------------------------------
-# A logical batch as the data loader hands it over: physical batches, collated one by one.
+# A logical batch as the data loader returns it: physical batches, collated one by one.
 #
-# Each physical batch is padded to its own longest sample. That length depends on the other samples
-# of the batch, but a sample's loss must not: padded positions are left out of attention by the
-# attention mask, and of the loss by their label -100.
+# Each physical batch is padded to its longest sample. That length depends on the other samples of the
+# batch, but the loss of a sample must not. The attention mask excludes padded positions from
+# attention, and the label -100 excludes them from the loss.
 
 
-_OF_ROWS = (
+_OF_SAMPLES = (
     "labels", "label", "label_ids", "input_ids", "attention_mask", "token_type_ids", "inputs_embeds",
     "decoder_input_ids", "pixel_values", "input_values", "input_features",
 )  # fmt: skip
@@ -284,12 +295,13 @@ class LogicalBatchData(list):
 
 
 class NumberedSamples:
-    """A data set whose samples come with the number of their unit, for SplitCollate to cut
-    between units.
+    """A data set whose samples come with the number of their unit.
+
+    SplitCollate uses the numbers to split between units.
 
     Args:
         dataset: any with __getitem__.
-        unit: int64 [samples], the unit of each sample (`Plan.unit`).
+        unit: int64 [samples], the unit of each sample.
     """
 
     def __init__(self, dataset: Any, unit: Tensor) -> None:
@@ -302,27 +314,26 @@ class NumberedSamples:
         return int(self.unit[sample]), self.dataset[sample]
 
     def __getitems__(self, samples: list[int]) -> list[tuple[int, Any]]:
-        """Many at once, where the data set can."""
+        """Several samples at once, if the data set supports it."""
         read = getattr(self.dataset, "__getitems__", None)
         found = read(samples) if read else [self.dataset[sample] for sample in samples]
         return [(int(self.unit[i]), sample) for i, sample in zip(samples, found, strict=True)]
 
 
 def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, samples: int | None) -> Any:
-    """The data set of a private loader, whose samples come with the numbers of their units, if
-    it has any.
+    """The data set of a private loader, with the number of each sample's unit if there are units.
 
     Args:
-        unit: of each sample, int64.
-        draws: of the loader.
-        samples: most samples of a physical batch.
+        unit: int64 [samples], the unit of each sample, or None.
+        draws: the sampled batches of the loader.
+        samples: maximum number of samples in a physical batch.
 
     Raises:
-        BatchSizeError: a unit may bring more samples; said before training, not when it is drawn.
+        BatchSizeError: a unit may have more samples; raised before training, not when it is sampled.
     """
     if unit is None:
         return loader.dataset
-    sampler: Any = loader.batch_sampler  # a UnitSampler, for there are units
+    sampler: Any = loader.batch_sampler  # a UnitSampler, because there are units
     largest = sampler.largest
     if samples is not None and largest > samples:
         raise BatchSizeError(too_large(largest, samples))
@@ -335,65 +346,68 @@ def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, samples: int |
 class SplitCollate:
     """Collates a logical batch into physical ones of at most `samples` samples each.
 
-    They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be; where units are drawn
-    (the data set is NumberedSamples), between units (`SampledBatches.physical_samples` must say so,
-    too). An empty logical batch (Poisson sampling draws one at times) becomes one physical batch of
-    a placeholder sample: the engine knows that the draw was empty, so it contributes exactly nothing,
-    and the model need not bear an input without samples.
+    They are split as evenly as possible, as in Opacus' BatchMemoryManager. If units are sampled (the
+    data set is NumberedSamples), they are split between units, and `SampledBatches.physical_samples`
+    must agree. Poisson sampling sometimes draws an empty logical batch. It becomes one physical batch
+    with a placeholder sample. The engine knows that the sampled batch is empty, so it contributes
+    exactly nothing, and the model need not accept an input without samples.
 
     Args:
         collate: the user's data collator.
         dataset: gives the placeholder sample its shape.
-        samples: most samples of a physical batch; None never splits.
+        samples: maximum number of samples in a physical batch; None never splits.
     """
 
     def __init__(self, collate: Callable[[list], Any], dataset: Any, samples: int | None) -> None:
-        self.collate, self.dataset, self.rows = collate, dataset, samples
+        self.collate, self.dataset, self.samples = collate, dataset, samples
 
-    def __call__(self, drawn: list[Any]) -> LogicalBatchData:
-        if not drawn:
+    def __call__(self, sampled: list[Any]) -> LogicalBatchData:
+        if not sampled:
             return LogicalBatchData([self.placeholder()], [0])
         cuts: Sequence[Sequence[int]]
         if isinstance(self.dataset, NumberedSamples):
-            sizes = [len(list(samples)) for _, samples in groupby(drawn, key=itemgetter(0))]
-            cuts, drawn = cut_between_units(sizes, self.rows), [sample for _, sample in drawn]
+            sizes = [len(list(samples)) for _, samples in groupby(sampled, key=itemgetter(0))]
+            cuts, sampled = (
+                cut_between_units(sizes, self.samples),
+                [sample for _, sample in sampled],
+            )
         else:
-            parts = -(-len(drawn) // (self.rows or len(drawn)))
-            cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
-        batches = [self._collated([drawn[i] for i in cut]) for cut in cuts]
+            parts = -(-len(sampled) // (self.samples or len(sampled)))
+            cuts = [part.tolist() for part in np.array_split(np.arange(len(sampled)), parts)]
+        batches = [self._collated([sampled[i] for i in cut]) for cut in cuts]
         return LogicalBatchData(batches, [len(cut) for cut in cuts])
 
-    def _collated(self, drawn: list[Any]) -> Any:
-        batch = self.collate(drawn)
+    def _collated(self, sampled: list[Any]) -> Any:
+        batch = self.collate(sampled)
         for found in _sample_counts(batch):
-            if found != len(drawn):
+            if found != len(sampled):
                 raise ArgumentError(
-                    f"the collator returned {found} rows for {len(drawn)} rows of the data set, but one "
-                    "row of the data set must stay one row of the batch, for each is clipped as one: "
-                    "join, pack or cut rows into chunks before training, so that what privacy protects "
-                    "is a row of train_dataset"
+                    f"The collator returned {found} samples for {len(sampled)} samples of the data set, "
+                    "so clipping would not bound each sample's contribution. Join, pack or split "
+                    "samples in train_dataset before training.",
+                    doc="data-order",
                 )
         return batch
 
     def placeholder(self) -> Any:
-        """A batch of one sample, which stands for none."""
+        """A placeholder batch of one sample that counts as none."""
         sample = self.dataset[0]
         return self._collated([sample[1] if isinstance(self.dataset, NumberedSamples) else sample])
 
 
 def _sample_counts(batch: Any) -> list[int]:
-    """How many samples a collated batch says that it has."""
+    """The numbers of samples that a collated batch holds, by its tensors."""
     if not isinstance(batch, Mapping):
         return [
             len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
         ][:1]
     tensors = {n: v for n, v in batch.items() if isinstance(v, Tensor) and v.dim()}
-    counts = [len(tensors[name]) for name in _OF_ROWS if name in tensors]
+    counts = [len(tensors[name]) for name in _OF_SAMPLES if name in tensors]
     return counts or [len(v) for v in tensors.values()][:1]
 
 
 # -------------------------------------------------------------------------------------------------
-# A run that goes on keeps its budget, or is refused before its first step.
+# A resumed run keeps its budget, or raises an error before its first step.
 
 
 _ROUNDING = 1e-6
@@ -401,28 +415,28 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Budget:
-    """What was asked for with target_epsilon."""
+    """The budget that was asked for with target_epsilon."""
 
     epsilon: float
     delta: float
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the accountant's get_epsilon."""
+    """Options of the accountant's get_epsilon."""
 
     def check(
         self, accountant: IAccountant, optimizer: FastDPOptimizer, design: SamplingDesign, steps: int,
-        way_out: str,
+        fix: str,
     ) -> None:  # fmt: skip
-        """Refuse a run whose steps, with those that are spent already, would exceed the budget.
+        """Checks that the steps to come, with those already taken, do not exceed the budget.
 
-        make_private_with_epsilon finds noise for a run of its own, as if nothing had been spent; a
-        resumed one may have had another length, batch, noise or strategy before.
+        make_private_with_epsilon computes noise for a new run, as if nothing had been spent. A resumed
+        run may have had another length, batch, noise or strategy before.
 
         Args:
-            accountant: what was spent.
-            optimizer: as it is about to go on: its noise and stage.
-            design: how samples are drawn.
-            steps: real steps to come.
-            way_out: of the message.
+            accountant: the steps already taken.
+            optimizer: the private optimizer, with its noise and stage.
+            design: how batches are sampled.
+            steps: number of real steps to come.
+            fix: second sentence of the message.
 
         Raises:
             ArgumentError: with the epsilon that would be reached.
@@ -436,94 +450,95 @@ class Budget:
         reached = epsilon(entries, self.delta, accountant.mechanism(), **self.options)
         if reached > self.epsilon * (1 + _ROUNDING):
             raise ArgumentError(
-                f"{steps} more steps at noise_multiplier={optimizer.noise_multiplier:.6g} would bring "
-                f"epsilon to {reached:.4g}, what was spent before included, where "
-                f"target_epsilon={self.epsilon:g}, because the noise was found as if nothing had been "
-                f"spent; {way_out}"
+                f"{steps} more steps at noise_multiplier={optimizer.noise_multiplier:.6g} would raise "
+                f"epsilon, with the steps already taken, to {reached:.4g}, above "
+                f"target_epsilon={self.epsilon:g}. {fix}",
+                doc="privacy-budget",
             )
 
 
 # -------------------------------------------------------------------------------------------------
-# What a Trainer's checkpoint says about privacy, and the seeds of the draws.
+# The privacy state of a Trainer's checkpoint, and the seeds of sampling.
 
 
 ACCOUNTANT_NAME = "privacy_accountant.json"
-"""File of a checkpoint that holds what was spent."""
+"""File of a checkpoint that holds the accountant's state."""
 
 _DIGEST = "file_digest"
-"""Of all that the file says, the run whose draws go on among it."""
+"""Key of the digest of everything else in the file."""
 _RUN_STRIDE = 1_000_003
-"""Between the seeds of runs that begin a step apart: more than either has epochs."""
+"""Distance between the seeds of runs that start one step apart, larger than any number of epochs."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The privacy of a checkpoint, read before anything of this run is changed."""
+    """The privacy state of a checkpoint, read before this run changes anything."""
 
     folder: str
     saved: dict[str, Any]
     run: int
     """The number of the checkpoint's run (`AccountedCheckpoints`)."""
     steps: int
-    """How many the checkpoint's ledger holds."""
+    """Number of steps in the checkpoint's ledger."""
 
-    def draws_on(self, recorded: int, rate: float, processes: int) -> bool:
-        """The draws of that run go on where the checkpoint left them.
+    def resumes_sampling(self, recorded: int, rate: float, processes: int) -> bool:
+        """Whether this run resumes the sampling of the checkpoint's run.
 
-        Samples are drawn as in that run, and no step is known that came after the checkpoint.
+        It does if batches are sampled as in that run, and no step after the checkpoint is known.
 
         Args:
-            recorded: steps in this run's ledger, in which those of the checkpoint are.
+            recorded: number of steps in this run's ledger, including those of the checkpoint.
         """
         now = {"sample_rate": rate, "processes": processes}
         same = all(self.saved.get(name, value) == value for name, value in now.items())
         return same and recorded == self.steps
 
     def check(self, trainer: Any, steps: int) -> None:
-        """Refuse to go on where the budget would be exceeded, or the strategy begin again.
+        """Checks that the budget is not exceeded and that the clipping strategy does not restart.
 
         Args:
-            trainer: about to take its first step.
-            steps: those to come.
+            trainer: the trainer, before its first step.
+            steps: number of steps to come.
 
         Raises:
-            ArgumentError: with the way out.
+            ArgumentError: if one of the two would happen; it names a fix.
         """
         optimizer, accountant = trainer.dp_optimizer, trainer.engine.accountant
         state, done = optimizer.grad_state.clipping, trainer.state.global_step
         if not state.strategy.constant and state.step != done:
             raise ArgumentError(
-                f"{self.folder} holds no state of {state.strategy.kind} after {done} steps "
-                "(save_only_model=True, or another strategy), so its thresholds and noise would begin "
-                "again; resume from a checkpoint with the optimizer's state, or load its model and "
-                "train anew under this engine"
+                f"{self.folder} has no state of {state.strategy.kind} after {done} steps "
+                "(save_only_model=True, or another strategy), so its thresholds and noise would "
+                "restart. Resume from a checkpoint with the optimizer's state.",
+                doc="checkpoints",
             )
         if trainer.privacy.target_epsilon is not None:
             before = self.saved.get("noise_multiplier", "the run's")
             Budget(trainer.privacy.target_epsilon, trainer.privacy.target_delta).check(
                 accountant, optimizer, trainer.engine.sampling, steps,
-                "resume with the batch, the epochs and the target of that run, or pass "
-                f"noise_multiplier={before} and watch epsilon",
+                "Resume with that run's batch, epochs and target, or pass "
+                f"noise_multiplier={before} and watch epsilon.",
             )  # fmt: skip
 
 
 def read_checkpoint(folder: str, accountant: Any) -> Resumed:
-    """What a checkpoint's run has spent; the accountant is not changed.
+    """Reads the privacy cost of a checkpoint's run; the accountant is not changed.
 
     Raises:
-        ArgumentError: if it does not say, or is of another accountant.
+        ArgumentError: the checkpoint has none, or it is of another accountant.
     """
     path = os.path.join(folder, ACCOUNTANT_NAME)
     if not os.path.isfile(path):
         raise ArgumentError(
-            f"{folder} holds no {ACCOUNTANT_NAME}, so what its run has spent is not known; "
-            "resume from a checkpoint of a PrivateTrainer, or load its model and train anew"
+            f"{folder} has no {ACCOUNTANT_NAME}, so the privacy cost of its run is unknown. Resume "
+            "from a checkpoint of a PrivateTrainer.",
+            doc="checkpoints",
         )
     with open(path, encoding="utf-8") as file:
         try:
             saved = json.load(file)
         except ValueError:
-            saved = None  # which is refused
+            saved = None  # read_segments raises an error
     whole = not isinstance(saved, dict) or saved.pop(_DIGEST, None) in (None, _digest(saved))
     held = read_segments(saved if whole else None, accountant.mechanism(), path)
     return Resumed(folder, saved, int(saved.get("run", 0)), _steps(joined(held)))
@@ -534,49 +549,54 @@ def _steps(history: History) -> int:
 
 
 def _digest(saved: dict[str, Any]) -> str:
-    """Of what a file says; numbers as JSON writes them."""
+    """The digest of a file's content, with numbers as JSON writes them."""
     return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
 
 class AccountedCheckpoints(TrainerCallback):
-    """Saves what was spent with every checkpoint, checks a resumed run, seeds the epochs' draws.
+    """Saves the accountant with every checkpoint, checks a resumed run, and seeds the sampling.
 
-    Steps are accounted as if their draws were independent, so none may come again under one ledger.
-    Seeds follow from the number of the epoch and that of the run: how many steps the ledger held when
-    its draws began, whoever took them, in this process or, by the engine's file (`write_ahead`), in one
-    that was killed. Only a resumed run whose ledger is the checkpoint's keeps that one's number.
+    Steps are accounted as if their sampled batches were independent, so no sampled batch may repeat
+    under one ledger. Seeds follow from the numbers of the epoch and of the run. The number of a run is
+    the number of steps in the ledger when its sampling started. It includes the steps of a killed
+    process, through the engine's file (`write_ahead`). A resumed run keeps the number of the
+    checkpoint's run only if its ledger is that of the checkpoint.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._newest: int | None = None
-        """The epoch of the run that has begun last."""
+        """The latest epoch of the run."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Everything is loaded, and nothing has been released."""
+        """Checks a resumed run when everything is loaded and nothing has been released."""
         self._newest = None
         if self.trainer.resumed is not None:
             self.trainer.resumed.check(self.trainer, state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As Accelerate does, so that a resumed epoch skips the batches that were drawn before.
+        """Seeds the epoch as Accelerate does, so a resumed epoch skips the batches sampled before.
 
-        The epoch is told by the steps, as the Trainer tells it when it resumes. After one that ended
-        early it may be the same again: what follows has the number of another run.
+        The epoch follows from the number of steps, as in a Trainer that resumes. After an epoch that
+        ended early it may be the same number again. The rest then has the number of another run.
         """
         trainer, resumed = self.trainer, self.trainer.resumed
         epoch = state.global_step // len(trainer.private_loader)
         recorded = _steps(trainer.engine.accountant.history)
         how = trainer.mechanism[1], args.world_size
-        if self._newest is None and resumed is not None and resumed.draws_on(recorded, *how):
+        if (
+            self._newest is None
+            and resumed is not None
+            and resumed.resumes_sampling(recorded, *how)
+        ):
             trainer.run_number = resumed.run
         elif self._newest is None or epoch <= self._newest:
             trainer.run_number = recorded
         self._newest = epoch
-        trainer.seed_draws(epoch + _RUN_STRIDE * trainer.run_number)
+        trainer.seed_sampling(epoch + _RUN_STRIDE * trainer.run_number)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Beside the optimizer's state, whose steps it prices."""
+        """Saves the accountant's state next to the optimizer's state."""
         if not state.is_world_process_zero:
             return
         path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", ACCOUNTANT_NAME)

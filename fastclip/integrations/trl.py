@@ -1,8 +1,8 @@
 """TRL's trainers with differential privacy: docs/llm.md.
 
-TRL's fused head multiplies `lm_head.weight` in an autograd function of its own, which no per-sample
-rule can see into, and its losses are means over tokens, or over samples of which a pair has two. Here
-the model's ordinary head runs, and a loss is one number a sample; a sample of DPO is a pair.
+TRL's fused head multiplies `lm_head.weight` in a custom autograd function, which no per-sample rule can
+see into. Its losses are means over tokens, or over texts of which a pair has two. Here the model's own
+head runs, and there is one loss per sample. A sample of DPO is a pair.
 
 Index letters: b sample, t token, v entry of the vocabulary.
 """
@@ -31,26 +31,25 @@ _COUPLED = {
     "aot_unpaired": "it sorts the pairs of the batch",
     "sft": "it is a mean over all tokens of the batch",
 }
-"""Losses of DPOConfig that join pairs, and how."""
+"""Losses of DPOConfig that couple pairs, and how."""
 _PAIRED = ("input_ids", "attention_mask", "completion_mask", "token_type_ids")
-"""Of a batch of pairs: the chosen samples, then the rejected ones, [2b, t]."""
+"""Tensors of a batch of pairs, [2b, t]: the chosen texts, then the rejected ones."""
 
 
 class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
-    """TRL's SFTTrainer, whose training is differentially private: one sample of the data set is
-    a sample.
+    """TRL's SFTTrainer with differentially private training; one sample of the data set is a sample.
 
-    It trains on the mean over samples of each sample's mean over its own tokens (`loss_type` "nll" or
-    "dft"), not on the mean over all tokens of the batch. Evaluation is TRL's own.
+    It trains on each sample's mean over its own tokens, averaged over samples (`loss_type` "nll" or
+    "dft"), not on the mean over all tokens of the batch. Evaluation is unchanged.
 
     Args:
-        given: as of SFTTrainer, and as of PrivateTrainer.
+        given: as in SFTTrainer and PrivateTrainer.
 
     Raises:
         ArgumentError: for packing, padding_free, and the balancing loss of a mixture of experts, which
-            join samples; as PrivateTrainer.
+            couple samples; and as PrivateTrainer.
 
-    Formal guarantee: as of PrivateTrainer.
+    Formal guarantee: as in PrivateTrainer.
     """
 
     serves = (SFTTrainer,)
@@ -78,21 +77,21 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
 
 
 class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
-    """TRL's DPOTrainer, whose training is differentially private: a pair is one sample.
+    """TRL's DPOTrainer with differentially private training; a pair is one sample.
 
-    The gradient of a pair's loss, through its chosen and its rejected sample, is clipped as one.
-    The model runs on both in one pass, [b, 2, t]. Losses are TRL's, computed in each process on its
-    own pairs. The reference is TRL's: another model, or the same without its adapter, or
+    The gradient of a pair's loss, through its chosen and its rejected text, is clipped as one. The
+    model runs on both in one pass, [b, 2, t]. Losses are those of TRL, computed in each process on its
+    own pairs. The reference is that of TRL: another model, the same model without its adapter, or
     precomputed.
 
     Args:
-        given: as of DPOTrainer, and as of PrivateTrainer.
+        given: as in DPOTrainer and PrivateTrainer.
 
     Raises:
-        ArgumentError: for losses that join pairs ("aot", "aot_unpaired", "sft", the balancing loss of a
-            mixture of experts), padding_free and pictures; as PrivateTrainer.
+        ArgumentError: for losses that couple pairs ("aot", "aot_unpaired", "sft", the balancing loss of
+            a mixture of experts), padding_free and images; and as PrivateTrainer.
 
-    Formal guarantee: as of PrivateTrainer; neighbors differ in one pair, added or removed.
+    Formal guarantee: as in PrivateTrainer; neighbors differ in one pair, added or removed.
     """
 
     serves = (DPOTrainer,)
@@ -105,8 +104,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         columns: Any = getattr(self.train_dataset, "column_names", ())
         if not {"image", "images"}.isdisjoint(columns):
             raise ArgumentError(
-                "PrivateDPOTrainer trains on pairs of texts, and this data set has pictures; write the "
-                "loop yourself, with pairs [b, 2, t] (docs/llm.md)"
+                "PrivateDPOTrainer supports pairs of texts, and this data set has a column of images. "
+                "Write your own loop, with pairs of shape [b, 2, t].",
+                doc="integrations",
             )
 
     def default_arguments(self) -> DPOConfig:
@@ -117,17 +117,19 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         _check_padded(args)
         if getattr(args, "ld_alpha", None) is not None:
             raise ArgumentError(
-                "DPOConfig(ld_alpha=...) weighs tokens by the lengths of both rows of a pair, which the "
-                "check of the loss cannot follow; omit it"
+                "DPOConfig(ld_alpha=...) is not supported: it weights tokens by the lengths of both "
+                "texts of a pair, which the check of the loss cannot follow. Omit it.",
+                doc="integrations",
             )
         for name in getattr(args, "loss_type", ()):
             if name in _COUPLED:
                 raise ArgumentError(
-                    f"DPOConfig(loss_type={name!r}) joins pairs, for {_COUPLED[name]}; use a mean over "
-                    "pairs, as 'sigmoid'"
+                    f"DPOConfig(loss_type={name!r}) couples pairs: {_COUPLED[name]}. Use a mean over "
+                    "pairs, such as 'sigmoid'.",
+                    doc="integrations",
                 )
 
-    def rows_of(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
+    def one_entry_per_sample(self, collate: Callable[[list], Any]) -> Callable[[list], Any]:
         return PairCollate(collate)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,13 +137,13 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
             return super().train(*args, **kwargs)
 
     def with_references(self, batch: Any) -> Any:
-        """With the reference's log-probabilities, which are no part of the loss that is traced."""
+        """Adds the reference's log-probabilities, which are not part of the traced loss."""
         if self.precompute_ref_logps:
             return batch
         inputs, reference = self._prepare_inputs(batch), self.ref_model or self.model
         with self.dp_optimizer.grad_state.trace.aside():
             chosen, rejected = self.compute_ref_log_probs(reference, _flat(inputs))
-            # Views of what was computed aside would count as constants when the batch is marked.
+            # Views of tensors computed outside the trace would count as constants of the batch.
             chosen, rejected = chosen.clone(), rejected.clone()
         return {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
@@ -158,7 +160,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
 
 
 def _flat(pairs: dict[str, Any]) -> dict[str, Any]:
-    """Pairs as TRL lays them: the chosen samples, then the rejected ones."""
+    """Pairs in TRL's layout: the chosen texts, then the rejected ones."""
     return {
         name: value.transpose(0, 1).flatten(0, 1) if name in _PAIRED else value
         for name, value in pairs.items()
@@ -166,14 +168,13 @@ def _flat(pairs: dict[str, Any]) -> dict[str, Any]:
 
 
 class PairCollate:
-    """Collates pairs into tensors [b, 2, t], the chosen sample first; `collate` returns them as
-    [2b, t]."""
+    """Collates pairs into tensors [b, 2, t], the chosen text first; `collate` returns [2b, t]."""
 
     def __init__(self, collate: Callable[[list], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, drawn: list[Any]) -> dict[str, Any]:
-        batch = self.collate(drawn)
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        batch = self.collate(samples)
         return {
             name: value.unflatten(0, (2, -1)).transpose(0, 1) if name in _PAIRED else value
             for name, value in batch.items()
@@ -184,10 +185,11 @@ def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     """Log-probability of each next label.
 
     Args:
-        logits: [b, t, v]; of virtual tokens before the labels' own, too. labels: int64 [b, t].
+        logits: [b, t, v]; virtual tokens may precede those of the labels.
+        labels: int64 [b, t].
 
     Returns:
-        [b, t - 1]; 0 where the label is -100.
+        [b, t - 1]; 0 if the label is -100.
     """
     answers = labels[:, 1:]
     logits = logits[:, -labels.shape[1] : -1]
@@ -196,7 +198,7 @@ def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Scored(NamedTuple):
-    """What TRL reads of its fused head, [2b, t - 1]; what only its metrics read is 0."""
+    """The outputs that TRL reads from its fused head, [2b, t - 1]; those for metrics only are 0."""
 
     log_probs: Tensor
     log_sum_sq_probs: Tensor
@@ -208,7 +210,7 @@ class _Scored(NamedTuple):
 def _run_pairs(
     model: nn.Module, weighted: bool, labels: Tensor, fused_lm_head: bool, **inputs: Any
 ) -> _Scored:
-    """What the private model makes of pairs that lie as TRL lays them, by its ordinary head."""
+    """Runs the private model, with its own head, on pairs in TRL's layout."""
     pairs = {
         name: value.unflatten(0, (2, -1)).transpose(0, 1) if name in _PAIRED else value
         for name, value in inputs.items()
@@ -228,7 +230,7 @@ def _scored(logits: Tensor, labels: Tensor, weighted: bool) -> _Scored:
 
 
 class _Unkept(dict):
-    """TRL's metrics of private pairs, and how many tokens were drawn: kept nowhere."""
+    """Discards TRL's metrics of private pairs, and the number of tokens in sampled batches."""
 
     def __missing__(self, name: str) -> list[Any]:
         return []
@@ -238,7 +240,7 @@ class _Unkept(dict):
 
 
 class _OneProcess:
-    """An accelerator that gathers nothing: processes draw different numbers of pairs."""
+    """An accelerator that gathers nothing, because processes sample different numbers of pairs."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -254,7 +256,7 @@ class _OneProcess:
 
 @contextmanager
 def _pairs_run(model: Any) -> Iterator[None]:
-    """Inside, the model takes pairs, [b, 2, t], too, and returns their logits, [b, 2, t, v]."""
+    """Makes the model accept pairs, [b, 2, t], and return their logits, [b, 2, t, v]."""
     held, running = model.__dict__, []
     before, own = held.get("forward"), model.forward
 
@@ -262,7 +264,7 @@ def _pairs_run(model: Any) -> Iterator[None]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids")
         if ids is None or ids.dim() != 3:
-            if self.training and kwargs.get("fused_lm_head"):  # as the reference of a step
+            if self.training and kwargs.get("fused_lm_head"):  # called as the reference of a step
                 given = {n: v for n, v in kwargs.items() if n not in ("labels", "fused_lm_head")}
                 return _scored(own(*args, **given).logits, kwargs["labels"], False)
             return own(*args, **kwargs)
@@ -274,8 +276,7 @@ def _pairs_run(model: Any) -> Iterator[None]:
             running.pop()
 
     def of_pairs(module: nn.Module, inputs: Any, samples: Tensor) -> Tensor | None:
-        """What `enable_input_require_grads` made a leaf has an entry for each pair, not for each
-        sample."""
+        """Gives a leaf of `enable_input_require_grads` one entry per pair, not one per text."""
         if running and samples.requires_grad and samples.is_leaf:
             return samples.detach().unflatten(0, running[-1]).requires_grad_().flatten(0, 1)
         return None
@@ -292,19 +293,20 @@ def _pairs_run(model: Any) -> Iterator[None]:
 
 
 def _check_padded(args: Any) -> None:
-    """Refuse batches that hold several samples in one sequence."""
+    """Checks that a sequence holds one sample."""
     for name in ("packing", "padding_free"):
         if getattr(args, name, False):
             raise ArgumentError(
-                f"{type(args).__name__}({name}=True) lays several rows of the data set into one "
-                f"sequence, so that no row's gradient can be clipped alone. Leave {name}=False; padded "
-                "rows are exact"
+                f"{type(args).__name__}({name}=True) puts several samples of the data set into one "
+                f"sequence, so their gradients cannot be clipped separately. Leave {name}=False.",
+                doc="integrations",
             )
 
 
 def _check_experts(trainer: Any) -> None:
     if trainer.aux_loss_enabled:
         raise ArgumentError(
-            "the balancing loss of a mixture of experts is a statistic of the whole batch; pass "
-            f"{type(trainer.args).__name__}(router_aux_loss_coef=0.0)"
+            "The balancing loss of a mixture of experts is a statistic of the whole batch. Pass "
+            f"{type(trainer.args).__name__}(router_aux_loss_coef=0.0).",
+            doc="integrations",
         )

@@ -1,4 +1,4 @@
-"""Checks to run on your own models, layer rules and clipping strategies.
+"""Checks for your own models, layer rules and clipping strategies.
 
 `check_model(model, batch, loss)`, `check_rule(module, x)` and `check_strategy(clipping)` each return a
 result to print, with `ok` and `raise_if_wrong()`.

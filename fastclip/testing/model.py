@@ -1,4 +1,4 @@
-"""check_model: is a model of yours trained exactly? One sample at a time, by standard autograd."""
+"""`check_model`: compares private training of your model with autograd on one sample at a time."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fastclip.testing.report import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# Batches of any nesting: their samples, and copies of them.
+# Batches of any nesting, their samples and copies.
 
 
 def each_tensor(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """A copy of the batch with every tensor changed; other values are as they were."""
+    """A copy of the batch with every tensor changed; other values are unchanged."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -50,7 +50,7 @@ def each_tensor(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def copied(batch: Any, dtype: torch.dtype | None = None) -> Any:
-    """The batch with tensors of its own, those of real numbers in `dtype` if it is given."""
+    """A copy of the batch, with floating-point tensors in `dtype` if it is given."""
 
     def change(x: Tensor) -> Tensor:
         new = x.detach().clone()
@@ -60,25 +60,24 @@ def copied(batch: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def samples_in(batch: Any, batch_first: bool) -> int:
-    """The number of samples, on which all tensors must agree."""
+    """The number of samples, which must be the same for all tensors."""
     sizes: set[int] = set()
 
-    def look(x: Tensor) -> Tensor:
+    def add_size(x: Tensor) -> Tensor:
         if x.dim():
             sizes.add(x.shape[_axis(x, batch_first)])
         return x
 
-    each_tensor(look, batch)
+    each_tensor(add_size, batch)
     if len(sizes) != 1:
         axis = "axis 0" if batch_first else "axis 1 (axis 0 of those of one dimension)"
         raise ArgumentError(
-            f"batch expects tensors that hold the samples along {axis}, all equally many, got sizes "
-            f"{sorted(sizes) or 'of no tensor'}; what all samples share belongs into `loss`"
+            f"batch expects tensors with the same number of samples along {axis}, got sizes "
+            f"{sorted(sizes) or 'of no tensor'}. Pass tensors that all samples share inside loss."
         )
     if min(sizes) < 2:
         raise ArgumentError(
-            f"batch expects at least 2 samples, got {min(sizes)}: with one alone, nothing that "
-            "couples samples can be seen"
+            f"batch expects at least 2 samples, got {min(sizes)}, which cannot show coupled samples."
         )
     return sizes.pop()
 
@@ -95,18 +94,18 @@ def _axis(x: Tensor, batch_first: bool) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# The truth: every sample's own gradient, by ordinary autograd over a model that sees it alone.
+# The reference: each per-sample gradient, by standard autograd on that sample alone.
 
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Truth:
-    """One model and batch, one sample at a time.
+    """Runs one model and batch, one sample at a time.
 
     Args:
-        model: without dropout; its parameters, gradients and buffers are used as scratch.
-        batch: in the model's types.
+        model: a model without dropout; its gradients and buffers are overwritten.
+        batch: a batch in the model's dtypes.
         loss: (model, batch) -> the loss, a scalar.
     """
 
@@ -120,7 +119,7 @@ class Truth:
         return float(self._run(self.batch, seed=0).detach())
 
     def gradient(self, i: int, seed: int = 0) -> tuple[float, dict[str, Tensor | None]]:
-        """Sample i's loss, and its gradients; None for a parameter that it does not reach."""
+        """The loss and gradients of sample i; None for a parameter that it does not reach."""
         for parameter in self.parameters.values():
             parameter.grad = None
         value = self._run(sample(self.batch, i, self.batch_first), seed, differentiate=True)
@@ -128,17 +127,17 @@ class Truth:
         return float(value.detach()), found
 
     def precision(self) -> torch.dtype:
-        """The coarsest type of real numbers that sample 0 meets on its way."""
+        """The coarsest floating-point dtype in the computation of sample 0."""
         seen = _TypesSeen()
         try:
             with seen:
                 self.gradient(0)
-        except Exception:  # a model that is no plain sequence of operations (compiled)
+        except Exception:  # the model is no plain sequence of operations (compiled)
             return min(torch.float32, self._own(), key=_bits)
         return min({self._own(), *seen.types}, key=_bits)
 
     def is_random(self) -> bool:
-        """Whether sample 0's loss or gradient depends on a generator."""
+        """Whether the loss or gradient of sample 0 depends on a random generator."""
         (first, one), (second, other) = self.gradient(0, seed=1), self.gradient(0, seed=2)
         margin = 1e3 * torch.finfo(self.precision()).eps
         if abs(first - second) > margin * abs(first):
@@ -164,25 +163,25 @@ class Truth:
 
 
 def scalar(value: Any) -> Tensor:
-    """The loss, if it is one.
+    """Returns the loss, if it is a scalar that depends on trainable parameters.
 
     Raises:
-        ArgumentError, ArgumentTypeError: naming what came.
+        ArgumentError, ArgumentTypeError: if it is not.
     """
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(
-            f"loss(model, batch) expects to return the loss as a tensor, got {type(value).__name__}"
+            f"loss(model, batch) expects to return the loss as a tensor, got {type(value).__name__}."
         )
     if value.numel() != 1 or not value.requires_grad:
         raise ArgumentError(
             "loss(model, batch) expects to return one number that depends on trainable parameters, "
-            f"got shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+            f"got shape {tuple(value.shape)}, requires_grad={value.requires_grad}."
         )
     return value
 
 
 def in_double(model: nn.Module, batch: Any, loss: Loss) -> tuple[nn.Module, Any]:
-    """The model and batch in float64, or copies as they are where it does not run in float64."""
+    """Copies of the model and batch in float64, or unchanged copies if it does not run in float64."""
     twin, wide = clone(model).double(), copied(batch, torch.float64)
     try:
         with own_randomness(0):
@@ -201,7 +200,7 @@ def _bits(dtype: torch.dtype) -> tuple[int, float]:
 
 
 class _TypesSeen(TorchDispatchMode):
-    """The types of the real numbers that operations return."""
+    """Collects the floating-point dtypes that operations return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +223,7 @@ class _TypesSeen(TorchDispatchMode):
 
 
 _TOLERANCES = {64: 1e-9, 32: 1e-4, 16: 5e-2, 8: 0.5}
-"""By the bits of the coarsest type in which the model computes."""
+"""Tolerance by the bits of the coarsest dtype in which the model computes."""
 
 
 def check_model(
@@ -232,14 +231,14 @@ def check_model(
     tolerance: float | None = None, batch_first: bool = True, loss_reduction: str = "mean",
     planner: Planner | None = None,
 ) -> ModelCheck:  # fmt: skip
-    """Compare one private backward pass with one sample at a time by ordinary autograd.
+    """Compares one private backward pass with standard autograd on one sample at a time.
 
-    Both sides run on copies, in float64 where the model can: the model, its gradients and buffers,
-    the batch and all generators stay as they are. What the engine refuses is a result, too.
+    Both sides run on copies, in float64 if the model can. The model, its gradients and buffers, the
+    batch and all generators are unchanged. An error of the engine is a result, too.
 
-    Dropout has no one truth: in the comparison its rates are 0 (`p` of dropout layers, and numbers
-    of modules named `*drop*`). Whether the engine accepts the model is asked with dropout on. Other
-    randomness is a finding.
+    With dropout there is no single true gradient. The comparison sets its rates to 0 (`p` of dropout
+    layers, and numbers of modules named `*drop*`). The test that the engine accepts the model keeps
+    dropout on. Other randomness is a finding.
 
     Examples:
         >>> print(check_model(model, (x, y), lambda model, batch: criterion(model(batch[0]), batch[1])))
@@ -248,13 +247,13 @@ def check_model(
     Args:
         model: as for make_private, in training mode.
         batch: a tensor, or any nesting of dicts, lists and tuples of tensors. Samples lie along axis
-            0, at least 2 of them; what all share belongs into `loss`.
-        loss: (model, batch) -> the loss of the batch, as training computes it; it is called with
-            batches of one sample, too.
-        max_grad_norm: C; None for the median of the norms, so that some are clipped and some not.
-        tolerance: of the relative errors; None for 1e-9, or 1e-4 (5e-2) where the model computes in
-            float32 (half precision) somewhere.
-        batch_first: False: samples lie along axis 1 of tensors with two or more dimensions.
+            0, at least 2 of them. Tensors that all samples share belong inside `loss`.
+        loss: (model, batch) -> the loss of the batch, as in training. It is also called with batches of
+            one sample.
+        max_grad_norm: C. None uses the median of the norms, so some samples are clipped and some not.
+        tolerance: of the relative errors. None uses 1e-9, or 1e-4 (5e-2) if the model computes in
+            float32 (half precision) anywhere.
+        batch_first: if False, samples lie along axis 1 of tensors with two or more dimensions.
         loss_reduction: "mean" or "sum" over the samples.
         planner: as for FastPrivacyEngine.
 
@@ -262,15 +261,15 @@ def check_model(
         A ModelCheck, with `ok`, `samples`, `norm_error`, `refused` and `findings`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a batch or loss of another form. An error of the model's
-            own, without the engine, passes through.
+        ArgumentError, ArgumentTypeError: the batch or loss has another form. An error of the model
+            itself, without the engine, passes through.
     """
     _check_arguments(model, loss_reduction)
     if max_grad_norm is not None:
         max_grad_norm = threshold(max_grad_norm)
     samples = samples_in(batch, batch_first)
     with own_randomness(0):
-        scalar(loss(clone(model), copied(batch)))  # what fails here is not the engine's
+        scalar(loss(clone(model), copied(batch)))  # an error here is not the engine's
     run = partial(
         private_run, samples=samples, batch_first=batch_first, loss_reduction=loss_reduction,
         planner=planner,
@@ -290,8 +289,8 @@ def check_model(
     if truth.is_random():
         return ModelCheck(
             (
-                "the loss draws random numbers beside dropout layers, so no sample has one gradient; "
-                "switch that off for the check (the model is otherwise accepted)",
+                "the loss draws random numbers outside dropout layers, so a sample has no single "
+                "gradient. Switch that off for the check (the engine accepts the model otherwise)",
             ),
             None,
         )
@@ -343,26 +342,29 @@ def _compare(
 
 def _check_arguments(model: Any, loss_reduction: str) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
+        raise ArgumentTypeError(f"model expects a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, AbstractGradSampleModule):
-        raise ArgumentError("check_model expects the model before make_private, got a private one")
+        raise ArgumentError("model expects a model before make_private, got a private one.")
     if loss_reduction not in ("mean", "sum"):
-        raise ArgumentError(f"loss_reduction expects 'mean' or 'sum', got {loss_reduction!r}")
+        raise ArgumentError(f"loss_reduction expects 'mean' or 'sum', got {loss_reduction!r}.")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ArgumentError("check_model expects a model with trainable parameters, got none")
+        raise ArgumentError(
+            "model expects a module with trainable parameters, got none. Unfreeze at least one.",
+            doc="no-trainable-parameters",
+        )
 
 
 def _norms(truth: Truth, samples: int) -> tuple[list[float], Tensor, set[str]]:
-    """Losses of the samples, their parameters' squared norms [p, b], parameters that are reached."""
+    """The per-sample losses, the squared norms [parameters, b], and the parameters that are reached."""
     norm_sq = torch.zeros(len(truth.parameters), samples, dtype=torch.float64, device="cpu")
     losses, reached = [], set()
     for i in range(samples):
         value, gradients = truth.gradient(i)
         losses.append(value)
-        for sample, (name, gradient) in enumerate(gradients.items()):
+        for number, (name, gradient) in enumerate(gradients.items()):
             if gradient is not None:
                 reached.add(name)
-                norm_sq[sample, i] = float(gradient.double().square().sum())
+                norm_sq[number, i] = float(gradient.double().square().sum())
     return losses, norm_sq, reached
 
 
@@ -372,7 +374,7 @@ def _threshold(norms: Tensor) -> float:
 
 
 def _clipped_sums(truth: Truth, norms: Tensor, C: float) -> dict[str, Tensor]:
-    """sum_b min(1, C / n_b) g_b; a sample whose norm is not finite contributes nothing."""
+    """sum_b min(1, C / n_b) g_b; a sample with a norm that is not finite contributes nothing."""
     sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in truth.parameters.items()}
     for i, norm in enumerate(norms.tolist()):
         if not math.isfinite(norm):
@@ -393,53 +395,45 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _rule(plan: NormPlan, names: list[str]) -> str:
-    """The rules of a parameter's uses, or of the layers that hold it: the nearest above each name."""
-    used = [
-        sample
-        for sample in plan.rows
-        if set(names) & set(sample.path.partition(" in ")[0].split(", "))
-    ]
-    rules = [sample.rule for sample in used if " in " in sample.path]
+    """The rules of a parameter's uses, or of the nearest layers that hold it."""
+    used = [row for row in plan.rows if set(names) & set(row.path.partition(" in ")[0].split(", "))]
+    rules = [row.rule for row in used if " in " in row.path]
     for name in names if not rules else ():
-        above = [
-            sample
-            for sample in plan.rows
-            if not sample.path or f"{name}.".startswith(f"{sample.path}.")
-        ]
-        rules += [max(above, key=lambda sample: len(sample.path)).rule] if above else []
+        above = [row for row in plan.rows if not row.path or f"{name}.".startswith(f"{row.path}.")]
+        rules += [max(above, key=lambda row: len(row.path)).rule] if above else []
     return " + ".join(dict.fromkeys(rules)) or "-"
 
 
 def _losses(
     losses: list[float], whole: float, private: float, loss_reduction: str, tolerance: float
 ) -> list[str]:
-    """What the values of the losses say of coupled samples, and of a forward that has changed."""
+    """Findings from the values of the losses: coupled samples, or a changed forward pass."""
     reduced = {"sum": math.fsum(losses), "mean": math.fsum(losses) / len(losses)}
     margin = tolerance * math.fsum(abs(value) for value in losses)
     margin /= len(losses) if loss_reduction == "mean" else 1
     findings = []
     other = "sum" if loss_reduction == "mean" else "mean"
     if abs(whole - reduced[loss_reduction]) > margin:
-        why = "so samples depend on each other, in the model or in the loss (a mean over tokens)"
+        why = ", so the model or the loss couples samples (possible cause: a mean over tokens)"
         if abs(whole - reduced[other]) <= margin:
-            why = f"but their {other}: pass loss_reduction={other!r}"
+            why = f", but their {other}. Pass loss_reduction={other!r}"
         findings.append(
-            f"the loss of the batch, {whole:.6g}, is not the {loss_reduction} of its samples' own "
-            f"losses, {reduced[loss_reduction]:.6g}, {why}"
+            f"the loss of the batch, {whole:.6g}, is not the {loss_reduction} of the samples' losses, "
+            f"{reduced[loss_reduction]:.6g}{why}"
         )
     if abs(whole - private) > margin:
-        findings.append(f"the private model's loss is {private:.6g}, the model's own {whole:.6g}")
+        findings.append(f"the private model's loss is {private:.6g}, the plain model's {whole:.6g}")
     return findings
 
 
 def _wrong(
-    samples: list[ParameterRow], norm_error: float, leaked: tuple[str, ...], tolerance: float
+    rows: list[ParameterRow], norm_error: float, leaked: tuple[str, ...], tolerance: float
 ) -> list[str]:
-    findings = [f"{name} got an ordinary gradient, which is not clipped" for name in leaked]
+    findings = [f"{name} got a standard gradient, which is not clipped" for name in leaked]
     if not norm_error <= tolerance:
         findings.append(f"the samples' norms are off by {norm_error:.1e}")
     return findings + [
-        f"{sample.name} ({sample.rule}): its clipped sum is off by {sample.error:.1e}"
-        for sample in samples
-        if sample.error is not None and not sample.error <= tolerance
+        f"{row.name} ({row.rule}): its clipped sum is off by {row.error:.1e}"
+        for row in rows
+        if row.error is not None and not row.error <= tolerance
     ]

@@ -1,4 +1,4 @@
-"""What checks return, and the private pass that they run."""
+"""The results of checks, and the private backward pass that they run."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from fastclip.ops.planner import NormPlan, Planner
 from fastclip.ops.random import set_aside
 
 # -------------------------------------------------------------------------------------------------
-# What every check returns: findings, a verdict, and a table for people.
+# The result of every check: findings, a verdict and a table.
 
 
 SMALL = 0.01
-"""Share of the whole below which an error is measured against the whole: rounding is of its size."""
+"""Share of the whole below which an error is relative to the whole, because rounding is."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Base of the results; `print` one."""
+    """Base of the results, made to be printed."""
 
     findings: tuple[str, ...]
-    """What is wrong, one sentence each."""
+    """What is wrong, one sentence per finding."""
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong, and nothing was refused."""
+        """Whether there is no finding and no error."""
         return not self.findings
 
     def raise_if_wrong(self) -> None:
-        """For tests: raise with the whole report unless `ok`.
+        """Raises an error with the report unless `ok`, for use in tests.
 
         Raises:
-            CheckError: an AssertionError, too.
+            CheckError: also an AssertionError.
         """
         if not self.ok:
             raise CheckError(str(self))
@@ -66,7 +66,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """||found - expected|| over ||expected||, or over `least` where that is larger."""
+    """||found - expected|| over ||expected||, or over `least` if that is larger."""
     expected = expected.detach().double()
     scale = max(float(torch.linalg.vector_norm(expected)), least)
     error = float(torch.linalg.vector_norm(found.detach().double() - expected))
@@ -74,7 +74,7 @@ def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 def norm_distance(found: Tensor | None, norms: Tensor) -> float:
-    """The largest relative error of a sample's norm; one that is not finite expects the same."""
+    """The largest relative error of a per-sample norm; infinite if only one side is not finite."""
     if found is None:
         return 1.0 if bool(norms.any()) else 0.0
     if found.shape != norms.shape:
@@ -97,31 +97,31 @@ class ParameterRow:
     """One trainable parameter in the report."""
 
     name: str
-    """With the other names under which it is tied."""
+    """The name, with the other names of a tied parameter."""
     shape: tuple[int, ...]
     rule: str
-    """Of the layers that use it, as in `engine.plan()`."""
+    """The rule of the layers that use it, as in `engine.plan()`."""
     share: float
-    """Of the samples' squared norms."""
+    """Share of the samples' squared norms."""
     error: float | None
-    """Of its clipped sum, relative to it (to 1% of the whole if it is smaller); None: no gradient."""
+    """Relative error of its clipped sum (to at least 1% of the whole); None if it has no gradient."""
 
 
 @dataclass(frozen=True)
 class ModelCheck(Check):
-    """What `check_model` found; `print` it."""
+    """The result of `check_model`, made to be printed."""
 
     refused: str | None
-    """Why the engine does not train this model, or how it fails; then nothing is compared."""
+    """The error of the engine or the model, if there is one; then nothing is compared."""
     rows: tuple[ParameterRow, ...] = ()
     samples: int = 0
     norms: Tensor | None = None
     """The samples' true norms, [b]."""
     norm_error: float = 0.0
-    """The largest of a sample's norm, relative to it (to 1% of the largest if it is smaller)."""
+    """The largest relative error of a per-sample norm (to at least 1% of the largest norm)."""
     max_grad_norm: float = 0.0
     dtype: torch.dtype = torch.float64
-    """In which the comparison was made."""
+    """The dtype of the comparison."""
     tolerance: float = 0.0
     dropout: int = 0
     """Number of dropout rates that were set to 0 for the comparison."""
@@ -148,12 +148,12 @@ class ModelCheck(Check):
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One way of calling the layer. Errors are relative; None: there is nothing to compare."""
+    """One way of calling the layer. Errors are relative; None if there is nothing to compare."""
 
     case: str
     dtype: torch.dtype
     refused: str | None = None
-    """Why the engine does not take it, or how it fails."""
+    """The error of the engine or the layer, if there is one."""
     output: float | None = None
     input_gradient: float | None = None
     norms: float | None = None
@@ -162,7 +162,7 @@ class RuleRow:
 
     @property
     def errors(self) -> dict[str, float | None]:
-        """By what was compared."""
+        """The errors by quantity."""
         return {
             "output": self.output, "input gradient": self.input_gradient,
             "norms": self.norms, "clipped sums": self.sums,
@@ -171,7 +171,7 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class RuleCheck(Check):
-    """What `check_rule` found; `print` it."""
+    """The result of `check_rule`, made to be printed."""
 
     rule: str
     rows: tuple[RuleRow, ...]
@@ -187,12 +187,12 @@ class RuleCheck(Check):
 
 
 # -------------------------------------------------------------------------------------------------
-# Runs that leave the generators of the process alone, and models without dropout.
+# Runs that leave the random generators of the process unchanged, and models without dropout.
 
 
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
-    """Everything inside draws from this seed; afterwards all generators are as they were."""
+    """Seeds all random generators while the context is open, and restores them afterwards."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -215,10 +215,10 @@ def own_randomness(seed: int) -> Iterator[None]:
 
 
 def without_dropout(model: nn.Module) -> int:
-    """Set the dropout rates of a model to 0: `p` of dropout layers, numbers named `*drop*`.
+    """Sets the dropout rates of a model to 0: `p` of dropout layers, and numbers named `*drop*`.
 
     Returns:
-        How many were not 0.
+        The number of rates that were not 0.
     """
     found = 0
     for module in model.modules():
@@ -231,12 +231,12 @@ def without_dropout(model: nn.Module) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# One private backward pass over a batch, as a training loop would make it.
+# One private backward pass over a batch, as in a training loop.
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without Opacus' word on random numbers: nothing that a check computes is released."""
+    """Silences Opacus' warning about random numbers, because a check releases nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Secure RNG turned off")
         yield
@@ -244,15 +244,15 @@ def quietly() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PrivateRun:
-    """What one private backward pass has left."""
+    """The results of one private backward pass."""
 
     loss: float
     norms: Tensor | None
-    """Of the samples' gradients, [b]; None where no sample has contributed."""
+    """Norms of the per-sample gradients, [b]; None if no sample contributed."""
     sums: dict[str, Tensor | None]
-    """Clipped sums by parameter; None for one that got none."""
+    """Clipped sums by parameter; None for a parameter without one."""
     leaked: tuple[str, ...]
-    """Parameters that got an ordinary gradient, which nobody has clipped."""
+    """Parameters that got a standard gradient, which is not clipped."""
     plan: NormPlan
 
 
@@ -260,15 +260,15 @@ def private_run(
     model: nn.Module, loss: Callable[[nn.Module], Tensor], samples: int, *, max_grad_norm: float,
     batch_first: bool = True, loss_reduction: str = "mean", planner: Planner | None = None,
 ) -> PrivateRun:  # fmt: skip
-    """Make the model private without noise, and differentiate one loss.
+    """Makes the model private without noise, and runs one backward pass.
 
     Args:
-        model: a copy to be used up.
+        model: a copy, which is changed.
         loss: model -> the loss of the batch.
-        samples: of the batch. The rest: as for make_private.
+        samples: number of samples in the batch. Other arguments are those of make_private.
 
     Raises:
-        fastclip.errors.*: what the engine refuses.
+        fastclip.errors.*: as make_private and the backward pass.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = torch.zeros(max(samples, 1), 1, dtype=torch.float32, device="cpu")
@@ -292,7 +292,7 @@ def private_run(
 
 
 def error_of(run: Callable[[], Any]) -> str | None:
-    """The sentence with which the engine refuses, or how it fails; None where it does neither."""
+    """The error of `run` as text: "refused" if the engine raised it, else "failed"; None without one."""
     try:
         run()
     except (FastclipError, UnsupportedModuleError) as error:

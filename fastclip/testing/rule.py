@@ -1,4 +1,4 @@
-"""check_rule: is a layer's rule exact, in every way in which the engine may call it?"""
+"""`check_rule`: checks a layer's rule in every way in which the engine may call it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEWEST = 3
 
 @dataclass(frozen=True)
 class _Case:
-    """One way of calling: what is done to the layer and to its input."""
+    """One way of calling the layer: changes of the layer and of its input."""
 
     name: str
     x: Tensor
@@ -39,8 +39,8 @@ class _Case:
     change: Callable[[nn.Module], None] = field(default=lambda module: None)
     needs_grad: bool = True
     twice: bool = False
-    spread: bool = False
-    """Entries of the input do not lie side by side."""
+    strided: bool = False
+    """Whether the input is not contiguous."""
     quantile: float = 0.5
     factor: float = 1.0
     planner: Planner | None = None
@@ -62,12 +62,12 @@ def check_rule(
     module: nn.Module, x: Tensor, *, batch_first: bool = True,
     tolerances: dict[torch.dtype, float] | None = None,
 ) -> RuleCheck:  # fmt: skip
-    """Compare a layer's rule with one sample at a time by ordinary autograd.
+    """Compares a layer's rule with standard autograd on one sample at a time.
 
-    Output, input gradient, norms and clipped sums: for all samples of `x`, for 0, 1 and 3 of them,
-    an input that needs no gradient or is not contiguous, each parameter trained alone, no bias,
-    called twice in one pass (records are joined), thresholds below and above all norms, and planners
-    that keep everything or nothing; in float64 and float32. The module is left as it was.
+    It compares output, input gradient, norms and clipped sums, in float64 and float32. Cases are all
+    samples of `x`, and 0, 1 and 3 of them; an input that needs no gradient or is not contiguous; each
+    parameter trained alone; no bias; two calls in one pass; thresholds below and above all norms; and
+    planners that keep everything or nothing. The module is unchanged.
 
     Examples:
         >>> check_rule(MyScale(8), torch.randn(4, 5, 8)).raise_if_wrong()
@@ -75,28 +75,29 @@ def check_rule(
     Args:
         module: a layer of a class that has a rule (`fastclip.rules.register_rule`).
         x: its input, at least 3 different samples along axis 0.
-        batch_first: False: samples lie along axis 1 of the input and the output.
-        tolerances: relative, by type; the types are those that are tried.
+        batch_first: if False, samples lie along axis 1 of the input and the output.
+        tolerances: relative tolerance by dtype; these dtypes are tested.
 
     Returns:
         A RuleCheck, with `ok`, `rows` and `findings`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for another input, or a module without a rule.
+        ArgumentError, ArgumentTypeError: the input has another form, or the module has no rule.
     """
     axis = 0 if batch_first else 1
     if not isinstance(x, Tensor):
-        raise ArgumentTypeError(f"x expects the layer's input, a tensor, got {type(x).__name__}")
+        raise ArgumentTypeError(f"x expects the layer's input, a tensor, got {type(x).__name__}.")
     if x.dim() <= axis or x.shape[axis] < _FEWEST:
         raise ArgumentError(
-            f"x expects at least {_FEWEST} samples along axis {axis}, got shape {tuple(x.shape)}"
+            f"x expects at least {_FEWEST} samples along axis {axis}, got shape {tuple(x.shape)}."
         )
     rule = find_rule(module)
     if rule is None:
         raise ArgumentError(
-            f"check_rule expects a layer that has a rule, but none is registered for "
-            f"{type(module).__name__} as it is (its class, its parameters, its methods); write one "
-            "with @fastclip.rules.register_rule, or check the whole with check_model"
+            f"module expects a layer with a rule, and none fits {type(module).__name__} (its class, "
+            "parameters or methods). Register one with @fastclip.rules.register_rule, or use "
+            "check_model.",
+            doc="layer-rule",
         )
     rows, findings = [], []
     for dtype, tolerance in (tolerances or TOLERANCES).items():
@@ -117,7 +118,7 @@ def _cases(module: nn.Module, x: Tensor, axis: int) -> Iterator[_Case]:
             yield case(f"{size} samples", x=some)
     if x.is_floating_point():
         yield case("input without gradient", needs_grad=False)
-    yield case("input not contiguous", spread=True)
+    yield case("input not contiguous", strided=True)
     if len(trained) > 1:
         for name in sorted(trained):
             yield case(f"{name} alone", trained=frozenset({name}))
@@ -137,7 +138,7 @@ def _drop_bias(module: nn.Module) -> None:
 def _runs(
     module: nn.Module, x: Tensor, change: Callable[[nn.Module], None] = lambda module: None
 ) -> bool:
-    """Whether the layer, by itself, can be called in this way."""
+    """Whether the layer can be called in this way without the engine."""
     twin = copy.deepcopy(module)
     change(twin)
     if not any(p.requires_grad for p in twin.parameters()):
@@ -179,7 +180,7 @@ def _compare(case: _Case, module: nn.Module, dtype: torch.dtype, axis: int, rule
         return RuleRow(case.name, dtype, refused)
     found = result[0]
     if rule not in {row.rule for row in found.plan.rows}:
-        return RuleRow(case.name, dtype, f"failed: the rule {rule} did not serve:\n{found.plan}")
+        return RuleRow(case.name, dtype, f"failed: the rule {rule} was not used:\n{found.plan}")
     sums = truth.clipped_sums(C)
     total = math.sqrt(sum(float(s.square().sum()) for s in sums.values()))
     errors = [
@@ -200,7 +201,7 @@ def _inputs(case: _Case, dtype: torch.dtype) -> list[Tensor]:
     x = case.x.to(dtype) if real else case.x
     other = 0.5 * x if real else x.flip(-1) if x.dim() > 1 else x
     inputs = [x, other][: 1 + case.twice]
-    if case.spread:
+    if case.strided:
         inputs = [torch.stack([one, one], -1)[..., 0] for one in inputs]
     return [one.detach().requires_grad_(real and case.needs_grad) for one in inputs]
 
@@ -229,7 +230,7 @@ def _input_error(x: Tensor, expected: Tensor | None) -> float | None:
 
 
 class _Truth:
-    """The samples' own gradients, [b, *shape], by autograd over each alone, in float64."""
+    """Per-sample gradients, [b, *shape], by autograd on each sample alone, in float64."""
 
     def __init__(self, model: nn.Module, inputs: list[Tensor], axis: int) -> None:
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""check_strategy: does a clipping strategy keep what it claims, on a fine grid and in a run?"""
+"""`check_strategy`: checks the claims of a clipping strategy on a fine grid and in a run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fastclip.testing.report import Check, own_randomness, quietly, table
 
 _POINTS = 200_000
 _STEPS = 3
-_ROWS = 6
+_SAMPLES = 6
 
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One thing that was looked at."""
+    """One property that was checked."""
 
     what: str
     wrong: str | None
-    """What is wrong with it, in one sentence."""
+    """What is wrong, in one sentence; None if nothing is."""
 
 
 @dataclass(frozen=True)
 class StrategyCheck(Check):
-    """What `check_strategy` found; `print` it."""
+    """The result of `check_strategy`, made to be printed."""
 
     kind: str
     rows: tuple[StrategyRow, ...]
@@ -48,29 +48,29 @@ class StrategyCheck(Check):
 def check_strategy(
     clipping: str | Clipping, *, max_grad_norm: float | Sequence[float] = 1.0, points: int = _POINTS
 ) -> StrategyCheck:
-    """Compare a strategy with its claims, on norms and in a short private run.
+    """Compares a strategy with its claims, on a grid of norms and in a short private run.
 
-    Contributions: s(n) n <= S for norms 0, subnormal, tiny to huge, inf and NaN, over `points` norms
-    between 1e-6 and 1e6 thresholds, in every group or layer, at thresholds of many steps, in float32
-    and float64; a scale depends on its own sample alone; one sample changes the counts by at most
-    `count_sensitivity`; the noise schedule is positive and what it plans. `make_private` looks at the
-    same, on fewer points.
+    On the grid, s(n) n <= S must hold for norms 0, subnormal, tiny to huge, inf and NaN. The grid has
+    `points` norms between 1e-6 and 1e6 thresholds, in every group or layer, at thresholds of many
+    steps, in float32 and float64. A scale must depend on its own sample alone. One sample must change
+    the counts by at most `count_sensitivity`. The noise schedule must be positive and as planned.
+    `make_private` checks the same on fewer points.
 
-    The run: thresholds stay where they are in a backward pass and in a step that is skipped (a
-    physical batch), and move in real steps only; a state that was saved and loaded goes on as if the
-    run had not been interrupted.
+    In the run, thresholds must not move in a backward pass or in a skipped step (a physical batch), but
+    in real steps only. A state that was saved and loaded must continue as if the run had not been
+    interrupted.
 
     Args:
         clipping: as for make_private.
-        max_grad_norm: as for make_private; a number stands for all layers of a per-layer strategy,
-            a list for as many layers as it has.
-        points: how many norms in a scan of twelve decades.
+        max_grad_norm: as for make_private. For a per-layer strategy, a number is used for all layers,
+            and the length of a list is the number of layers.
+        points: number of norms in a grid of twelve decades.
 
     Returns:
         A StrategyCheck, with `ok`, `rows` and `findings`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for what is no strategy.
+        ArgumentError, ArgumentTypeError: clipping is not a strategy.
     """
     strategy = resolve(clipping)
     number = max_grad_norm if isinstance(max_grad_norm, (int, float)) else None
@@ -84,16 +84,16 @@ def check_strategy(
             lambda: check_contract(copy.deepcopy(strategy), start, points),
         )
     ]
-    if rows[0].wrong is None:  # make_private would refuse it
-        rows += [_row(what, look) for what, look in _runs(strategy, max_grad_norm, layers)]
+    if rows[0].wrong is None:  # otherwise make_private raises an error
+        rows += [_row(what, check) for what, check in _runs(strategy, max_grad_norm, layers)]
     wrong = tuple(f"{row.what}: {row.wrong}" for row in rows if row.wrong is not None)
     return StrategyCheck(wrong, strategy.kind, tuple(rows))
 
 
-def _row(what: str, look: Callable[[], Any]) -> StrategyRow:
+def _row(what: str, check: Callable[[], Any]) -> StrategyRow:
     try:
         with own_randomness(0):
-            found = look()
+            found = check()
     except (FastclipError, UnsupportedModuleError) as error:
         return StrategyRow(what, str(error))
     except Exception as error:  # of the strategy's own code
@@ -105,32 +105,34 @@ def _runs(
     strategy: Clipping, max_grad_norm: float | Sequence[float], layers: int
 ) -> Iterator[tuple[str, Callable[[], str | None]]]:
     def start() -> _Run:
-        # a copy: what a policy holds besides its state must not reach the other run
+        # A copy, so attributes of a policy outside its state do not reach the other run.
         return _Run(copy.deepcopy(strategy), max_grad_norm, layers)
 
     yield "thresholds stay in a backward pass", lambda: start().stays(skip=False)
-    if not strategy.threshold.same_step:  # which takes no physical batches
+    if not strategy.threshold.same_step:  # those support no physical batches
         yield "thresholds stay in a skipped step", lambda: start().stays(skip=True)
     yield "state saves and loads", lambda: _resumes(start(), start())
 
 
 class _Run:
-    """A private run of a small model; two of them see the same rows and noise."""
+    """A private run of a small model; two runs have the same samples and noise."""
 
     def __init__(
         self, strategy: Clipping, max_grad_norm: float | Sequence[float], layers: int
     ) -> None:
-        draw = torch.Generator(device="cpu").manual_seed(0)
-        self.x = torch.randn(_ROWS, layers, generator=draw, dtype=torch.float32, device="cpu")
-        self.groups = torch.arange(_ROWS, dtype=torch.int64, device="cpu")
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        self.x = torch.randn(
+            _SAMPLES, layers, generator=generator, dtype=torch.float32, device="cpu"
+        )
+        self.groups = torch.arange(_SAMPLES, dtype=torch.int64, device="cpu")
         self.groups %= strategy.threshold.num_groups or 1
-        self.noise = torch.Generator(device="cpu").manual_seed(0x5EED)  # of no script
+        self.noise = torch.Generator(device="cpu").manual_seed(0x5EED)  # unlikely in a script
         model = _Weights(layers)
         with quietly():
             self.engine = FastPrivacyEngine()
             self.model, optimizer, _ = self.engine.make_private(
                 module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                data_loader=DataLoader(TensorDataset(self.x), batch_size=_ROWS),
+                data_loader=DataLoader(TensorDataset(self.x), batch_size=_SAMPLES),
                 noise_multiplier=1.0, max_grad_norm=max_grad_norm, poisson_sampling=False,
                 clipping=strategy, noise_generator=self.noise,
             )  # fmt: skip
@@ -146,13 +148,13 @@ class _Run:
         self.optimizer.step()
 
     def thresholds(self) -> dict[str, Tensor]:
-        """Those of the next logical batch, as a checkpoint holds them; none if they never change."""
+        """The thresholds of the next logical batch, as in a checkpoint, or the constant one."""
         saved = self.optimizer.state_dict().get(STATE) or {}
         held = {n: v for n, v in saved.items() if isinstance(v, Tensor) and n != "noisy_counts"}
         return held or {"threshold": self.optimizer.threshold.clone()}
 
     def stays(self, *, skip: bool) -> str | None:
-        """What moves without a real step."""
+        """A finding if a threshold moves without a real step."""
         for _ in range(_STEPS):
             before = self.thresholds()
             self.optimizer.zero_grad()
@@ -173,7 +175,7 @@ class _Run:
 
 
 def _resumes(run: _Run, other: _Run) -> str | None:
-    """Whether a run goes on after a checkpoint as it does without one."""
+    """A finding if a run with a checkpoint differs from one without."""
     for _ in range(_STEPS):
         run.step()
     other.model.load_state_dict(run.model.state_dict())
@@ -181,11 +183,11 @@ def _resumes(run: _Run, other: _Run) -> str | None:
     other.noise.set_state(run.noise.get_state())
     moved = _differing(run.thresholds(), other.thresholds())
     if moved:
-        return f"{moved} is another one after loading than what was saved"
+        return f"{moved} differs after loading from what was saved"
     if run.optimizer.noise_levels != other.optimizer.noise_levels:
         return (
-            f"the noise of the next step is {run.optimizer.noise_levels}, after loading "
-            f"{other.optimizer.noise_levels}"
+            f"the noise of the next step is {run.optimizer.noise_levels}, but "
+            f"{other.optimizer.noise_levels} after loading"
         )
     for _ in range(_STEPS):
         run.step()
@@ -193,8 +195,8 @@ def _resumes(run: _Run, other: _Run) -> str | None:
         moved = _differing(run.thresholds(), other.thresholds())
         if moved:
             return (
-                f"{moved} moves otherwise after loading a state than in the run that saved it: the "
-                "policy holds something that its Thresholds do not"
+                f"{moved} moves differently after loading a state than in the run that saved it: the "
+                "policy has state outside its Thresholds"
             )
     return None
 
@@ -208,7 +210,7 @@ def _differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | Non
 
 
 class _Weights(nn.Module):
-    """A model of as many parameter tensors as asked for."""
+    """A model with the given number of parameter tensors."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

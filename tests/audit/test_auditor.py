@@ -198,8 +198,8 @@ def test_the_most_is_of_all_guesses_right(count: int, delta: float) -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    (([], [1.0]), "in_canary_scores expects one score a canary"),
-    (([1.0], [[1.0]]), "out_canary_scores expects one score a canary"),
+    (([], [1.0]), "in_canary_scores expects one score per canary"),
+    (([1.0], [[1.0]]), "out_canary_scores expects one score per canary"),
     (([math.nan], [1.0]), "got NaN or inf"),
     (([1.0], [math.inf]), "got NaN or inf"),
 ])  # fmt: skip

@@ -42,9 +42,9 @@ def test_only_and_the_other_options_hold_of_every_table(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["--canaries", "1"], "--canaries expects 900 at least, got 1"),
-        (["--canaries", "16", "--opacus"], "--canaries expects 900 at least, got 16"),
-        (["--runs", "3"], "--runs expects 200 at least, got 3"),
+        (["--canaries", "1"], "--canaries expects at least 900, got 1"),
+        (["--canaries", "16", "--opacus"], "--canaries expects at least 900, got 16"),
+        (["--runs", "3"], "--runs expects at least 200, got 3"),
         (["--only", "full batches"], "--only expects names of"),
         (["--mutants", "--only", "full batch"], "--only expects names of"),
         (["--mutants", "--opacus"], "not allowed with"),

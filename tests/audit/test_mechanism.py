@@ -140,7 +140,7 @@ def test_a_stated_epsilon_is_held_against_what_is_recorded() -> None:
     tight = tight_epsilon(FULL, 1e-5)
     assert not judged(seen(690, tight)).refuted
     assert judged(seen(690, tight - MESH - 1e-3)).refuted
-    assert "is stated of" in judged(seen(690, tight / 10)).faults[0]
+    assert "is stated for" in judged(seen(690, tight / 10)).faults[0]
     assert not judged(seen(690, tight * 10)).refuted
 
 
@@ -243,7 +243,7 @@ def test_neighbors_of_a_stated_epsilon_that_is_too_low() -> None:
     with mutant.broken():
         found = audit_neighbors(NEIGHBORS[0], runs=4)
     assert found.refuted
-    assert "is stated of" in found.faults[0]
+    assert "is stated for" in found.faults[0]
 
 
 def test_the_best_attack_on_a_claim() -> None:

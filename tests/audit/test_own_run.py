@@ -139,9 +139,9 @@ def made(bound: float, claimed: float = 2.0) -> Report:
 SAID = [
     (1.5, 2.0, "held", "The claim stands"),
     (2.5, 2.0, "refuted", "The claim is refuted"),
-    (4.5, 2.0, "refuted", "Every coin that was guessed was told"),
+    (4.5, 2.0, "refuted", "Every guess about a coin was right"),
     (1.5, 4.5, "open", "These canaries could not refute this claim"),
-    (4.5, 8.0, "open", "Every coin that was guessed was told"),
+    (4.5, 8.0, "open", "Every guess about a coin was right"),
     (1.5, math.inf, "refuted", "Nothing is claimed"),
 ]
 
@@ -155,7 +155,7 @@ def test_the_pages(bound: float, claimed: float, kind: str, said: str, tmp_path:
         for part in (said, f"{bound:.4g}", "4.5", "100, 51", "What it does not show"):
             assert part in text
         assert ("stands" in text) == (kind == "held")
-        assert ("was told" in text) == (bound == 4.5)
+        assert ("a coin was right" in text) == (bound == 4.5)
     assert f'class="verdict {kind}"' in text
     assert "&lt;here&gt;" in text
     with pytest.raises(ArgumentError, match=r"ends in .md or .html"):
@@ -171,7 +171,7 @@ def test_a_claim_that_the_canaries_cannot_refute() -> None:
         report.bound <= report.most < report.claimed
     )  # equal, unless coins are uneven: one in 370
     assert report.verdict.startswith("These canaries could not refute this claim")
-    assert report.verdict.endswith("was told.") == report.told == (report.bound == report.most)
+    assert report.verdict.endswith("was right.") == report.told == (report.bound == report.most)
 
 
 class Stream(IterableDataset[int]):
@@ -182,14 +182,14 @@ class Stream(IterableDataset[int]):
 def test_what_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="data_set expects a data set of known length"):
         mix_in(Stream(), canaries())
-    with pytest.raises(ArgumentError, match="64 rows or more, got 63"):
+    with pytest.raises(ArgumentError, match="64 samples or more, got 63"):
         mix_in(rows(), canaries(63))
     _, audit = mix_in(rows(), canaries())
-    with pytest.raises(ArgumentError, match=r"call watch\(...\) first"):
+    with pytest.raises(ArgumentError, match=r"Call watch\(...\) first"):
         audit.gradient_scores  # noqa: B018
-    with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(\)"):
+    with pytest.raises(ArgumentError, match=r"one loss per sample, \[256\], got shape \(\)"):
         audit.loss_scores(nn.Linear(D, 1), lambda model, batch: losses(model, batch).mean())
     with pytest.raises(ArgumentTypeError, match="that make_private returned"):
         audit.watch(nn.Linear(D, 1), None, losses)
-    with pytest.raises(ArgumentError, match=r"one a canary, \[1024\], got shape \(3,\)"):
+    with pytest.raises(ArgumentError, match=r"one score per canary, \[1024\], got shape \(3,\)"):
         audit.report(FastPrivacyEngine(), [1.0, 2.0, 3.0], delta=1e-5)

@@ -25,8 +25,8 @@ from fastclip.errors import ArgumentError
 from tests.audit.test_own_run_refusals import COUNT, loader_of, run, squares
 
 ROWS = 64
-ANOTHER = r"the data set that mix_in returned, .* before mix_in$"
-LEFT_OUT = r"may draw each canary, .* before mix_in$"
+ANOTHER = r"the data set that mix_in returned, .* before mix_in\. See errors\.html#audits$"
+LEFT_OUT = r"can draw each canary .* its own id\. See errors\.html#audits$"
 
 
 def rows_alone(mixed: Any) -> Dataset[Any]:

@@ -134,5 +134,5 @@ def test_a_model_is_itself_or_equal() -> None:
     with torch.no_grad():
         model.weight.add_(1.0)
     assert audit.report(engine, mine, delta=1e-5, reports=2).inside
-    with pytest.raises(ArgumentError, match="a copy of it as it is now"):
+    with pytest.raises(ArgumentError, match="a copy of its current state"):
         audit.report(engine, theirs, delta=1e-5, reports=2)

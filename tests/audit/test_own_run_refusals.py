@@ -232,9 +232,9 @@ def test_values_out_of_range(wrong: dict[str, Any]) -> None:
 def test_losses_of_another_number_of_rows() -> None:
     """One for all rows would be added to every canary alike."""
     audit, _, model, _ = run(steps=0)
-    with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(1,\)"):
+    with pytest.raises(ArgumentError, match=r"one loss per sample, \[256\], got shape \(1,\)"):
         audit.loss_scores(model, lambda model, batch: squares(model, batch).mean().view(1))
-    with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(1,\)"):
+    with pytest.raises(ArgumentError, match=r"one loss per sample, \[256\], got shape \(1,\)"):
         run(of=lambda model, batch: squares(model, batch).mean().view(1))
 
 
@@ -282,5 +282,5 @@ def test_scores_of_the_wrong_sign_are_said() -> None:
         "claimed": 2.0, "delta": 1e-5, "significance": 0.05, "bound": 0.0, "most": 4.0, "tpr": 0.0,
         "canaries": 1000, "inside": 500, "neighbors": "rows",
     }  # fmt: skip
-    assert any("turn their sign" in note for note in Report(auroc=0.1, **common).notes)
-    assert not any("turn their sign" in note for note in Report(auroc=0.48, **common).notes)
+    assert any("Turn their sign" in note for note in Report(auroc=0.1, **common).notes)
+    assert not any("Turn their sign" in note for note in Report(auroc=0.48, **common).notes)

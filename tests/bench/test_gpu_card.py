@@ -241,7 +241,7 @@ def test_another_card_is_refused(card: Callable, monkeypatch: pytest.MonkeyPatch
 
 def test_a_machine_that_cannot_be_asked(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_machine, "FACTS_SECONDS", 0.0)
-    assert gpu_machine.facts("cuda")["problems"] == ["torch does not tell of the GPU within 0 s"]
+    assert gpu_machine.facts("cuda")["problems"] == ["torch does not describe the GPU within 0 s"]
     monkeypatch.setattr(gpu_machine, "FACTS_SECONDS", 20.0)
     told = gpu_machine.facts("cuda", "absent_module")["problems"]
     assert told[0].startswith("the machine cannot be asked: ProcessDied: exit 1")

@@ -117,7 +117,7 @@ def test_a_coupled_loss_of_the_users_own_is_refused(tmp_path: Path) -> None:
     def coupled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return by_answers(outputs, labels) * labels["start_positions"].float().mean()
 
-    with refused("couples rows"):
+    with refused("couples samples"):
         trainer(
             tmp_path, answering(), arguments={"remove_unused_columns": False},
             train_dataset=questions(), data_collator=pad_questions, compute_loss_func=coupled,

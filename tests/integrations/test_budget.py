@@ -65,7 +65,7 @@ def test_a_resumed_run_of_stages_keeps_its_budget(tmp_path: Path) -> None:
 def test_a_run_that_would_exceed_it_is_refused(planned: Path, after: dict) -> None:
     told = {**after, "privacy": BUDGET | after.get("privacy", {})}
     run = trainer(planned, **told)
-    with refused("epsilon to .*pass noise_multiplier="):
+    with refused("above target_epsilon.*pass noise_multiplier="):
         run.train(resume_from_checkpoint=str(planned / "checkpoint-2"))
     assert taken(run) == 2  # the model has the checkpoint's weights, and no step was taken
 
@@ -88,7 +88,7 @@ def test_a_ledger_that_holds_more_than_the_checkpoint_counts(tmp_path: Path) -> 
     """The same trainer set back: the steps since then were taken."""
     run = trainer(tmp_path, privacy=BUDGET, arguments=SAVING)
     run.train()
-    with pytest.warns(UserWarning, match="plans as if nothing was spent"), refused("epsilon to"):
+    with pytest.warns(UserWarning, match="plans as if nothing was spent"), refused("target_epsilon="):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert taken(run) == STEPS
 
@@ -155,7 +155,7 @@ def test_lightning_without_a_ledger_is_refused(tmp_path: Path, without: str) -> 
     options = {"callbacks": []} if without == "after" else {}
     if without == "other engine":
         options = {"callbacks": [lightning.integration.PrivacyCallback(rdp(), delta=1e-3)]}
-    with refused("what its run has spent is not known"):
+    with refused("the privacy cost of its run is unknown"):
         lit(tmp_path, private, told, 3, path, **options)
     assert private.accountant.history == []
 
@@ -178,7 +178,7 @@ def test_lightning_keeps_its_budget(tmp_path: Path, epochs: int, after: dict, fi
     path = lit(tmp_path, rdp(), BUDGET | {"epochs": 2}, 1)
     told = after if "noise_multiplier" in after else BUDGET | after
     if not fits:
-        with refused("epsilon to .*pass noise_multiplier="):
+        with refused("above target_epsilon.*pass noise_multiplier="):
             lit(tmp_path, private, told, epochs, path)
         assert sum(n for *_, n in private.accountant.history) == 4
         return

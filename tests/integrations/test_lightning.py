@@ -282,7 +282,7 @@ def test_what_a_tuner_releases_is_accounted(tmp_path: Path, monkeypatch) -> None
 @pytest.mark.parametrize(
     ("options", "way_out"),
     [
-        ({"accumulate_grad_batches": 2}, "leave it at 1"),
+        ({"accumulate_grad_batches": 2}, "Leave it at 1"),
         ({"gradient_clip_val": 1.0}, "max_grad_norm"),
     ],
 )
@@ -294,11 +294,11 @@ def test_trainers_that_cannot_be_private(options: dict, way_out: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "way_out"),
     [
-        (lambda: strategies.FSDPStrategy(), r"FSDPStrategy.*use strategy='ddp', or fully_shard"),
+        (lambda: strategies.FSDPStrategy(), r"FSDPStrategy.*Use strategy='ddp', or fully_shard"),
         (lambda: object.__new__(strategies.DeepSpeedStrategy), "DeepSpeedStrategy.*'ddp'"),
-        (lambda: strategies.DDPStrategy(start_method="spawn"), "'spawn'.*use strategy='ddp'"),
-        (lambda: strategies.DDPStrategy(start_method="fork"), "'fork'.*use strategy='ddp'"),
-        (lambda: strategies.DDPStrategy(model_averaging_period=2), "omit model_averaging_period"),
+        (lambda: strategies.DDPStrategy(start_method="spawn"), "'spawn'.*Use strategy='ddp'"),
+        (lambda: strategies.DDPStrategy(start_method="fork"), "'fork'.*Use strategy='ddp'"),
+        (lambda: strategies.DDPStrategy(model_averaging_period=2), "Omit model_averaging_period"),
     ],
 )
 def test_strategies_that_are_not_followed(strategy, way_out: str) -> None:
@@ -311,5 +311,5 @@ def test_another_wrapper_is_refused() -> None:
     module = Classifier(FastPrivacyEngine())
     strategy = strategies.SingleDeviceStrategy("cpu")
     strategy.connect(nn.Sequential(module))
-    with refused("inside Sequential.*use strategy='ddp'"):
+    with refused("inside Sequential.*Use strategy='ddp'"):
         lightning_ranks.as_wrapped(strategy, module)

@@ -224,10 +224,10 @@ def test_attributes_are_read_and_set_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "way_out"),
     [
-        ({"grad_sample_mode": "hooks"}, "'hooks'.*omit grad_sample_mode"),
-        ({"grad_sample_mode": "ghost"}, "'ghost'.*omit grad_sample_mode"),
-        ({"wrap_model": True}, "True.*omit wrap_model"),
-        ({"data_loader": rows()}, "got DataLoader.*omit data_loader"),
+        ({"grad_sample_mode": "hooks"}, "'hooks'.*Omit grad_sample_mode"),
+        ({"grad_sample_mode": "ghost"}, "'ghost'.*Omit grad_sample_mode"),
+        ({"wrap_model": True}, "True.*Omit wrap_model"),
+        ({"data_loader": rows()}, "got DataLoader.*Omit data_loader"),
     ],
 )
 def test_what_the_integration_sets_itself(arguments: dict[str, Any], way_out: str) -> None:
@@ -301,7 +301,7 @@ def test_a_batch_size_finder_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps a state
     inner, who = Lives(), engine()
     inner.batch_size = 12
-    with refused("choose the batch_size of the data module without it"):
+    with refused("Set the batch_size of the data module"):
         Tuner(base.unfitted(who)).scale_batch_size(
             base.Classifier(who), datamodule=integration.DPLightningDataModule(inner)
         )

@@ -255,10 +255,10 @@ def elsewhere(engine: Any) -> Callable:
 
 
 WRONG: dict[str, tuple[Callable, str]] = {
-    "the same": (twice, "Call it once, with one optimizer that has param_groups"),
-    "a part of a part": (inside, "Call it once, with one optimizer that has param_groups"),
-    "none of its parts": (elsewhere, "Pass self.encoder"),
-    "two engines": (lambda e: both(e, FastPrivacyEngine()), "one engine for all parts"),
+    "the same": (twice, "Call it once with param_groups"),
+    "a part of a part": (inside, "Call it once with param_groups"),
+    "none of its parts": (elsewhere, "such as self.encoder"),
+    "two engines": (lambda e: both(e, FastPrivacyEngine()), "Use one engine for all parts"),
     "a budget": (
         lambda e: both(e, target_epsilon=1.0, target_delta=1e-3, epochs=2),
         "Pass noise_multiplier to every call",

@@ -139,7 +139,7 @@ def test_a_loss_of_pairs(tmp_path: Path) -> None:
         similarity = outputs.logits @ outputs.logits.T
         return F.cross_entropy(similarity, torch.arange(len(labels)))
 
-    with refused("couples rows"):
+    with refused("couples samples"):
         trainer(tmp_path, compute_loss_func=contrastive).train()
 
 
@@ -150,7 +150,7 @@ def test_losses_of_tokens(tmp_path: Path) -> None:
         return F.cross_entropy(outputs["logits"].transpose(1, 2), labels, reduction="none")
 
     run = trainer(tmp_path, TokenMean(), data_collator=pad_tokens, compute_loss_func=tokens)
-    with refused("average inside each row first"):
+    with refused("Average inside each sample first"):
         run.train()
 
 
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_an_ordinary_trainer(tmp_path: Path) -> None:
     run = trainer(tmp_path, arguments={"save_strategy": "epoch"})
     run.train()
     (tmp_path / "checkpoint-3" / "privacy_accountant.json").unlink()
-    with refused("what its run has spent is not known"):
+    with refused("the privacy cost of its run is unknown"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 

@@ -53,7 +53,7 @@ def test_a_resume_that_fails_forgets_nothing(tmp_path: Path, text: str | None) -
     spent = run.epsilon()
     path = tmp_path / "checkpoint-4" / "privacy_accountant.json"
     path.unlink() if text is None else path.write_text(text)
-    with refused("[Rr]esume from a"):
+    with refused("Resume from a"):
         run.train(resume_from_checkpoint=str(path.parent))
     assert run.epsilon() == spent > 0
 
@@ -69,7 +69,7 @@ def test_a_file_of_which_a_field_was_changed(tmp_path: Path) -> None:
     for name, value in saved.items():
         wrong = value + 1 if isinstance(value, (int, float)) else [value]
         path.write_text(json.dumps({**saved, name: wrong}))
-        with refused("[Rr]esume from a"):
+        with refused("Resume from a"):
             read_checkpoint(str(path.parent), run.engine.accountant)
     old = {name: value for name, value in saved.items() if name != "file_digest"}
     for whole in (saved, old):
@@ -81,7 +81,7 @@ def test_a_file_of_which_a_field_was_changed(tmp_path: Path) -> None:
 def test_a_generator_that_starts_again_is_warned_of(tmp_path: Path) -> None:
     trainer(tmp_path, arguments=SAVING).train()
     folder = str(tmp_path / "checkpoint-2")
-    with pytest.warns(UserWarning, match="restore the generator's state"):
+    with pytest.warns(UserWarning, match="Restore the generator's state"):
         trainer(tmp_path).train(resume_from_checkpoint=folder)
     further = torch.Generator().manual_seed(NOISE_SEED)
     torch.rand(3, generator=further)
@@ -156,7 +156,7 @@ def test_the_environment_and_later_changes_are_checked(tmp_path: Path, monkeypat
             vars(args).update(self.changes)
 
     for changes, way_out in (
-        ({"gradient_accumulation_steps": 2}, "before the trainer is made"),
+        ({"gradient_accumulation_steps": 2}, "before you create the trainer"),
         ({"max_grad_norm": 1.0}, "per_sample_max_grad_norm"),
     ):
         run = trainer(tmp_path)
@@ -171,7 +171,7 @@ def test_the_environment_and_later_changes_are_checked(tmp_path: Path, monkeypat
                 trainer(tmp_path)
     run = trainer(tmp_path)
     run.accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED"))
-    with refused("told to train by DEEPSPEED"):
+    with refused("configured to train with DEEPSPEED"):
         check_still_private(run)
 
 

@@ -293,10 +293,10 @@ def test_a_loop_over_samples() -> None:
 
 
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ": noticed in every step (" in doctor.report(doctor.examine())
+    assert ": detected in every step (" in doctor.report(doctor.examine())
     monkeypatch.setattr(runs, "FOLLOWS", False)
     monkeypatch.setattr(runs, "WHY_NOT", "no compiler")
-    assert "not noticed in every step: no compiler" in doctor.report(doctor.examine())
+    assert "not detected in every step: no compiler" in doctor.report(doctor.examine())
 
 
 def test_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Eager(Quantile):
     ("policy", "message"),
     [
         (Counts("below"), "changes the counts by 3"),
-        (Remembering("below"), "moves otherwise after loading"),
+        (Remembering("below"), "moves differently after loading"),
         (Failing("below"), "KeyError: 'mine'"),
         (Eager("below"), "moves without a real step"),
     ],
