@@ -6,19 +6,9 @@ import re
 
 import pytest
 
+from fastclip.errors import ANCHORS
 from tests.page_blocks import ROOT
 
-ANCHORS = frozenset({
-    "unsupported-options", "no-trainable-parameters", "missing-libraries",
-    "coupled-samples", "coupled-loss", "batch-axis", "unsupported-layer", "layer-rule", "untracked-use",
-    "changed-tensors", "second-backward", "random-numbers", "carried-state", "changed-model",
-    "wrapped-model",
-    "step-order", "optimizers", "per-sample-gradients", "mixed-precision", "compile-and-graphs",
-    "several-processes", "sharded-models",
-    "sampling", "data-order", "privacy-units", "groups", "non-finite-samples",
-    "noise", "repeated-noise", "secure-mode", "privacy-budget", "checkpoints", "noisy-counts",
-    "integrations", "audits", "failed-checks", "internal-limits",
-})  # fmt: skip
 TEXT = re.sub(r"```.*?```", "", (ROOT / "docs" / "errors.md").read_text(), flags=re.S)
 
 

@@ -88,7 +88,10 @@ def test_a_ledger_that_holds_more_than_the_checkpoint_counts(tmp_path: Path) -> 
     """The same trainer set back: the steps since then were taken."""
     run = trainer(tmp_path, privacy=BUDGET, arguments=SAVING)
     run.train()
-    with pytest.warns(UserWarning, match="plans as if nothing was spent"), refused("target_epsilon="):
+    with (
+        pytest.warns(UserWarning, match="plans as if nothing was spent"),
+        refused("target_epsilon="),
+    ):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert taken(run) == STEPS
 
