@@ -247,7 +247,7 @@ def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
     raise BatchSizeError(
         "The batch axis of the model's inputs is unknown: no way to cut them to 2 and 3 samples gives "
         f"as many samples of output{run.unread}{failed}. Pass tensors with samples along axis "
-        f"{layout.axis}, and let the model take any number of samples."
+        f"{layout.axis}, and accept any number of samples."
     )
 
 
