@@ -581,8 +581,8 @@ class FairnessRecorder:
             row["part"] == part and not row["private"] for row in self._rows
         ):
             raise ArgumentError(
-                f"part={part!r} of this table holds figures without noise, so release cannot publish it. "
-                "Use another name.",
+                f"part={part!r} of this table holds figures without noise, so release cannot publish "
+                "it. Use another name.",
                 doc="groups",
             )
         samples, given = len(labels), chosen("release", groups, self.attributes)
