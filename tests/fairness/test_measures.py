@@ -191,7 +191,7 @@ LABELS = torch.tensor([0, 1, 1])
         ({"labels": LABELS.numpy()}, ArgumentTypeError, "labels as an int64 .*, got ndarray"),
         ({"groups": {}}, ArgumentError, "evaluate expects groups of .*got none of sex, region"),
         ({"groups": {"sex": LABELS + 2, "region": LABELS}}, ArgumentError, "0 to 2 for sex, got 2 to 3"),
-        ({"groups": {"sex": LABELS, "region": LABELS[:1]}}, ArgumentError, r"region per sample.*got \[1\]"),
+        ({"groups": {"sex": LABELS, "region": LABELS[:1]}}, ArgumentError, r"region per sample.*\[1\]"),
         ({"part": "training"}, ArgumentError, "part='training' is reserved"),
     ],
 )  # fmt: skip
