@@ -582,7 +582,7 @@ class FairnessRecorder:
         ):
             raise ArgumentError(
                 f"part={part!r} of this table holds figures without noise, so release cannot publish "
-                "under this name. Use another one.",
+                "it. Use another name.",
                 doc="groups",
             )
         samples, given = len(labels), chosen("release", groups, self.attributes)

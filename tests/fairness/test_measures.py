@@ -180,19 +180,19 @@ LABELS = torch.tensor([0, 1, 1])
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"losses": torch.rand(2)}, ArgumentError, r"a value of labels a row, \[2\], got \[3\]"),
-        ({"losses": torch.rand(3, 1)}, ArgumentError, r"of losses a row, \[3\], got \[3, 1\]"),
+        ({"losses": torch.rand(2)}, ArgumentError, r"one value of labels per sample, \[2\], got \[3\]"),
+        ({"losses": torch.rand(3, 1)}, ArgumentError, r"of losses per sample, \[3\], got \[3, 1\]"),
         ({"losses": LABELS}, ArgumentTypeError, "losses as a tensor of floats, got torch.int64"),
         ({"losses": [0.1] * 3}, ArgumentTypeError, "losses as a tensor of floats, got list"),
-        ({"predictions": LABELS[:2]}, ArgumentError, r"of predictions a row, \[3\], got \[2\]"),
+        ({"predictions": LABELS[:2]}, ArgumentError, r"of predictions per sample, \[3\], got \[2\]"),
         ({"predictions": LABELS + 1}, ArgumentError, "from 0 to 1 for predictions, got 1 to 2"),
         ({"predictions": LABELS / 2}, ArgumentTypeError, r"predictions as an int64 tensor \[3\]"),
         ({"labels": LABELS - 1}, ArgumentError, "from 0 to 1 for labels, got -1 to 0"),
         ({"labels": LABELS.numpy()}, ArgumentTypeError, "labels as an int64 .*, got ndarray"),
-        ({"groups": {}}, ArgumentError, "evaluate expects groups of .*lacks sex, region"),
+        ({"groups": {}}, ArgumentError, "evaluate expects groups of .*got none of sex, region"),
         ({"groups": {"sex": LABELS + 2, "region": LABELS}}, ArgumentError, "0 to 2 for sex, got 2 to 3"),
-        ({"groups": {"sex": LABELS, "region": LABELS[:1]}}, ArgumentError, r"region a row.*got \[1\]"),
-        ({"part": "training"}, ArgumentError, "another name than 'training'"),
+        ({"groups": {"sex": LABELS, "region": LABELS[:1]}}, ArgumentError, r"region per sample.*\[1\]"),
+        ({"part": "training"}, ArgumentError, "part='training' is reserved"),
     ],
 )  # fmt: skip
 def test_evaluations_that_are_refused(

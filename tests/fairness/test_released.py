@@ -101,7 +101,7 @@ def test_a_part_is_noisy_or_not() -> None:
         seen.evaluate(0, losses=torch.zeros(N), part="released", **given())
     with refused("numbers from 0 to 1"):
         seen.release(0, engine, **{**options, "labels": torch.full((N,), 2)})
-    with refused("at least one attribute"):
+    with refused("has no attribute"):
         FairnessRecorder({}, ("no", "yes")).release(0, engine, **options)
     assert engine.accountant.lines["validation"].history == [(4.0, 1.0, 1)]
 

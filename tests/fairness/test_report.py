@@ -227,7 +227,7 @@ def test_names_of_groups_are_text(name: str, tmp_path: Path) -> None:
         ({"baseline": lambda: run(evaluate=False)}, ArgumentError, "expects an evaluation of 'test'"),
         ({"baseline": 3}, ArgumentTypeError, "baseline expects a FairnessRecorder .*got int"),
         ({"run": "run"}, ArgumentTypeError, "run expects a FairnessRecorder .*got str"),
-        ({"run": lambda: run().frame().drop(columns="part")}, ArgumentError, r"run.*lacks \['part'\]"),
+        ({"run": lambda: run().frame().drop(columns="part")}, ArgumentError, r"none of \['part'\]"),
         ({"path": "page.md"}, ArgumentError, "the name of an HTML file"),
     ],
 )  # fmt: skip
