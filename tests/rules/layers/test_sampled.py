@@ -251,7 +251,7 @@ def as_a_list(layer: Any, activations: list[Tensor], backprops: Tensor) -> list:
     [
         (left_out, r"1 \(Mapped\).*no gradients of c\. Return"),
         (summed_up, r"1 \(Mapped\).*of w of shape \[6, 6\].*\[7, 6, 6\].*Return"),
-        (by_name, r"1 \(Mapped\).*no parameter of the layer\. Return"),
+        (by_name, r"1 \(Mapped\).*not its parameters\. Return"),
         (as_a_list, r"1 \(Mapped\).*returned a list\. Return"),
     ],
 )
