@@ -224,10 +224,7 @@ def _unsupported(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, 
             bool(of("fp16")),
             "its loss scaler skips steps on overflow, which reveals raw gradients. Use bf16=True.",
         ),
-        "deepspeed": (
-            bool(of("deepspeed")),
-            f"it reads gradients before they are clipped. {_WAYS}",
-        ),
+        "deepspeed": (bool(of("deepspeed")), f"it reads gradients before clipping. {_WAYS}"),
         "fsdp_config={'version': 1}": (
             bool(of("fsdp")) and int((of("fsdp_config") or {}).get("version", 2)) == 1,
             "its flat parameters hide those of the layers. Use version 2.",
@@ -239,8 +236,7 @@ def _unsupported(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, 
         "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model. {_WAYS}"),
         "auto_find_batch_size=True": (
             bool(of("auto_find_batch_size")),
-            "it restarts with another logical batch after steps were released. Choose "
-            "per_device_train_batch_size.",
+            "it restarts with another batch after a release. Choose per_device_train_batch_size.",
         ),
         f"train_sampling_strategy={sampling!r}": (
             sampling != "random" or bool(of("group_by_length")),
@@ -248,8 +244,7 @@ def _unsupported(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, 
         ),
         "dataloader_drop_last=True": (
             bool(of("dataloader_drop_last")) and privacy.poisson_sampling,
-            "Poisson sampling draws every sample independently and has no last batch to drop. Leave "
-            "it False.",
+            "Poisson sampling has no last batch to drop. Leave it False.",
         ),
         "ignore_data_skip=True, data_seed=...": (
             bool(of("ignore_data_skip")) and of("data_seed") is not None,
@@ -260,8 +255,7 @@ def _unsupported(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, 
         ),
         "neftune_noise_alpha": (
             of("neftune_noise_alpha") is not None,
-            "it scales each sample's noise by the padded length of the batch, so samples are coupled. "
-            "Omit it.",
+            "it scales noise by the padded length of the batch, which couples samples. Omit it.",
         ),
         "use_liger_kernel=True": (
             bool(of("use_liger_kernel")),

@@ -113,7 +113,7 @@ def test_a_frozen_backbone_costs_nothing() -> None:
 
 
 def test_helpers_name_what_there_is() -> None:
-    with pytest.raises(ArgumentError, match="its modules are bert, classifier"):
+    with pytest.raises(ArgumentError, match="one of its modules: bert, classifier"):
         head_only(bert(), "head")
     with pytest.raises(ArgumentError, match="no bias"):
         bias_only(nn.Sequential(nn.Linear(2, 2, bias=False)))

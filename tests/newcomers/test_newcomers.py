@@ -14,7 +14,7 @@ import pytest
 from bench.processes import ROOT
 
 SCRIPTS = sorted(set(Path(__file__).parent.glob("*.py")) - {Path(__file__)})
-SCRIPTS = [path for path in SCRIPTS if path.name != "__init__.py"]
+SCRIPTS = [path for path in SCRIPTS if path.name not in ("__init__.py", "test_mistakes.py")]
 DOCUMENTED = "\n".join(
     path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
 )
