@@ -591,7 +591,7 @@ class StepTrace:
             if found and batch_size > 1:
                 if any(f.kind == "place" for f in found):
                     self.misplaced()
-                raise GraphError(found[0].said)
+                raise GraphError(found[0].said, doc="coupled-loss")
             self._check_degree(degrees, mean, batch_size, report.shifts)
         except GraphError as error:
             self.log.error = error
