@@ -20,7 +20,7 @@ from fastclip.core.checks import between
 from fastclip.data.draws import SampledBatches
 from fastclip.data.samplers import Canaries
 from fastclip.distributed.ranks import Ranks
-from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, say
 
 POISSON = "Poisson"
 """Every unit is in a sampled batch independently of all others."""
@@ -249,6 +249,8 @@ class Releases:
         """Number of steps of one Poisson batch each, by noise multiplier."""
         self.steps = 0
         """Number of recorded steps of this model."""
+        self.planned: int | None = None
+        """Number of steps that a budget covers. None: there is no budget, or a step has passed it."""
 
     @property
     def ledger(self) -> Ledger:
@@ -256,7 +258,24 @@ class Releases:
         return self._accountant()
 
     def __call__(self, optimizer: DPOptimizer) -> None:
-        """Records a step that is about to be released.
+        """Records a step that is about to be released, and warns of the first one beyond the plan.
+
+        Raises:
+            fastclip.errors.*: as `_record`. Nothing is released.
+        """
+        self._record(optimizer)
+        if self.planned is None:
+            return
+        if sum(count for *_, count in self.ledger.history) > self.planned:
+            say(
+                f"This run takes more steps than the {self.planned} planned for target_epsilon, so its "
+                "epsilon exceeds target_epsilon. Stop, or plan more epochs before training.",
+                doc="privacy-budget",
+            )
+            self.planned = None
+
+    def _record(self, optimizer: DPOptimizer) -> None:
+        """Records a step according to how its batches were drawn.
 
         Raises:
             StepError: the step joins more batches than one pass has, or batches that may hold the same

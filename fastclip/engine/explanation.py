@@ -276,8 +276,11 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
             f"publish one random {unit}. Choose delta well below 1 / N."
         )
     if not design.public and n:
+        numbers = f"the number of {unit}s, N = {n}"
+        if design.unit == "unit":  # q is that of the loader, which counts samples
+            numbers = f"the numbers of samples and of units, N = {n}"
         yield (
-            f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}, so "
+            f"q = {design.rate:.4g} and B = {B:g} follow from {numbers}, so "
             f"epsilon treats N as public and protects what a {unit} holds, not whether it is there. "
             "Pass sample_rate= and expected_batch_size= that do not depend on the data to protect both."
         )

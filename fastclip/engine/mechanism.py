@@ -154,7 +154,12 @@ def trusted(design: SamplingDesign, size_is_secret: bool) -> tuple[str, ...]:
         if design.public and design.max_batch_size is not None:
             why = "on which the cost of truncated batches depends"
         number = f"N = {design.units}" if design.units else "N, the length of the stream"
-        found.insert(0, f"{number}, {why}, is public knowledge")
+        known = f"{number}, {why}, is public knowledge"
+        if (
+            design.unit == "unit" and not design.public
+        ):  # q is that of the loader, which counts samples
+            known = f"{number} units and the number of samples, {why}, are public knowledge"
+        found.insert(0, known)
     if design.unit == "unit":
         found.append(
             "unit_ids names the privacy unit of every sample, and a unit alone determines its samples"

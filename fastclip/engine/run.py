@@ -210,10 +210,14 @@ class PrivateRun:
         planned: Afforded | None,
     ) -> PrivateRun:
         """The run of a model that has just been made private."""
-        return cls(
+        run = cls(
             releases.design, releases, grad_state.clipping, grad_state.batch, grad_state.plan_log,
             grad_state.calls.looks, grad_state.trace.log, planned, ref(grad_state), ref(loader),
         )  # fmt: skip
+        if planned is not None:
+            whole = [*releases.ledger.history, *run.whole_history(planned.epochs)]
+            releases.planned = sum(steps for *_, steps in whole)
+        return run
 
     @property
     def grad_state(self) -> GradientState | None:

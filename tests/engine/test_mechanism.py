@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,52 @@ def test_a_model_of_opacus_modes() -> None:
     for ask in (lambda: engine.sampling, engine.mechanism, engine.plan):
         with refused("a private model in the fast mode.*without grad_sample_mode", StepError):
             ask()
+
+
+def budgeted(engine: FastPrivacyEngine, **options: Any) -> tuple:
+    model = nn.Linear(D, 1)
+    return engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.ones(N, D)), batch_size=4),
+        target_epsilon=5.0, target_delta=1e-3, epochs=2, max_grad_norm=1.0, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"poisson_sampling": False}], ids=["Poisson", "passes"])
+def test_a_run_longer_than_its_budget(options: dict) -> None:
+    """Nothing is said within the plan, and the first step beyond it warns once."""
+    engine = FastPrivacyEngine()
+    made = budgeted(engine, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2):
+            train(made)
+    assert engine.get_epsilon(1e-3) <= 5.0
+    with pytest.warns(UserWarning, match="planned for target_epsilon.*privacy-budget") as caught:
+        train(made)
+    assert sum("planned for target_epsilon" in str(each.message) for each in caught) == 1
+    assert engine.get_epsilon(1e-3) > 5.0
+
+
+def test_a_resumed_run_longer_than_its_budget(tmp_path: Path) -> None:
+    """Steps of the checkpoint count."""
+    engine = FastPrivacyEngine()
+    made = budgeted(engine)
+    train(made)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
+    engine = FastPrivacyEngine()
+    made = budgeted(engine)
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
+    train(made)
+    with pytest.warns(UserWarning, match="planned for target_epsilon"):
+        train(made)
+
+
+def test_numbers_of_samples_of_units_are_trusted() -> None:
+    """Without a stated rate, q is that of the loader, which counts samples."""
+    engine = FastPrivacyEngine()
+    private(engine, unit_ids=UNITS["unit_ids"])
+    assert engine.mechanism().trusted[0].startswith("N = 4 units and the number of samples")
+    engine = FastPrivacyEngine()
+    private(engine, **UNITS)
+    assert not any("number of samples" in line for line in engine.mechanism().trusted)
