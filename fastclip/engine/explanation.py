@@ -7,7 +7,7 @@ memory (on the meta device).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,19 +85,32 @@ class Explanation:
 
     def __str__(self) -> str:
         frozen = sum(self.frozen.values())
-        lines = [f"trained: {self.trained:,} parameters in {_layers(len(self.rows))}"]
+        layers = f" in {_layers(len(self.rows))}" if self.rows else ""
+        lines = [f"trained: {self.trained:,} parameters{layers}"]
         width = max((len(row.path) for row in self.rows), default=0)
         lines += [f"  {row.path or '(root)':<{width}}  {row.rule}" for row in self.rows]
-        lines.append(f"frozen: {frozen:,} parameters in {_layers(len(self.frozen))}, at no cost")
+        lines.append(f"not trained: {frozen:,} parameters in {_layers(len(self.frozen))}")
         sections = {
             "slow (no layer rule, so the forward pass is recomputed per sample)": self.slow,
-            "refused": self.refused,
-            "traps": self.traps,
+            "errors of make_private": _by_text(self.refused),
+            "traps (it trains differently than you might expect)": self.traps,
         }
         for title, entries in sections.items():
             lines.append(f"{title}: none" if not entries else f"{title}:")
             lines += [f"  - {entry}" for entry in entries]
         return "\n".join([*lines, *self.looks])
+
+
+def _by_text(errors: Sequence[str]) -> list[str]:
+    """The errors, with those that differ in the path of a module alone in one line."""
+    paths: dict[str, list[str]] = {}
+    for error in errors:
+        path, found, rest = error.partition(" (")
+        paths.setdefault(found + rest, []).append(path)
+    return [
+        f"{', '.join(given[:3])}{f' and {len(given) - 3} more' if len(given) > 3 else ''}{rest}"
+        for rest, given in paths.items()
+    ]
 
 
 def _layers(count: int) -> str:

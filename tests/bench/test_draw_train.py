@@ -76,4 +76,4 @@ def test_the_committed_result_is_drawn_by_the_command(
     file = ROOT / "bench" / "results" / "train-cpu.json"
     draw.main([str(file), "--out", str(tmp_path / "a.png")])
     count = len({row["workload"] for row in json.loads(file.read_text())["summary"]})
-    assert f"{count} workloads drawn" in capsys.readouterr().out
+    assert f"{count} workloads plotted" in capsys.readouterr().out

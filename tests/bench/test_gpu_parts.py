@@ -351,7 +351,7 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file.write_text(json.dumps(synthetic(30)))
     draw.main([str(file)])
     assert (tmp_path / "result.png").stat().st_size > 10_000
-    assert "30 cases drawn" in capsys.readouterr().out
+    assert "30 cases plotted" in capsys.readouterr().out
     with pytest.raises(ValueError, match="nothing to draw"):
         draw.draw({"kernels": {"rows": [{"id": "x", "error": "no"}]}}, tmp_path / "none.png")
 

@@ -220,7 +220,7 @@ def test_groups_are_needed_for_every_pass() -> None:
         (torch.tensor([0, -1, 1, 0]), ArgumentError, "got values outside"),
         (torch.tensor([0.0, 1, 2, 0]), ArgumentTypeError, "int64"),
         (torch.zeros(4, 1, dtype=torch.int64), ArgumentTypeError, r"\(4, 1\)"),
-        ([0, 1, 2, 0], ArgumentTypeError, r"int64 tensor \[b\], got list$"),
+        ([0, 1, 2, 0], ArgumentTypeError, r"int64 tensor \[b\], got list\.$"),
     ],
 )
 def test_wrong_groups(ids, error, message) -> None:

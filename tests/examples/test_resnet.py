@@ -44,7 +44,7 @@ def test_it_trains_within_the_budget(folder: Path, monkeypatch, capsys) -> None:
     model, engine = resnet.train(
         net, train, batch_size=12, physical=5, epochs=2, epsilon=3.0, secure=True
     )
-    told = capsys.readouterr().out.split("traps:")[1]
+    told = capsys.readouterr().out.split("traps (")[1]
     assert "follow from the number of samples" in told  # which is public here
     assert told.count("\n  - ") == 1
     assert sum(count for *_, count in engine.accountant.history) == 8

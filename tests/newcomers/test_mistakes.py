@@ -34,7 +34,6 @@ WORDS, SENTENCES = 40, 2
 """Most of a message, without its anchor."""
 
 
-
 class Private(NamedTuple):
     """What make_private was given and returned."""
 
