@@ -122,7 +122,7 @@ def test_all_is_said_of_units() -> None:
         module=nn.Linear(D, 2), data_loader=DataLoader(notes, batch_size=9), delta=0.2,
         unit_ids=notes.ids,
     )  # fmt: skip
-    assert any("number of units, N = 10" in trap for trap in told.traps)
+    assert any("of units, N = 10" in trap for trap in told.traps)
     assert any("1 / N = 0.1" in trap and "unit" in trap for trap in told.traps)
 
 

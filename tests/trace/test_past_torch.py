@@ -38,4 +38,4 @@ def test_dry_runs_decide_about_the_model_and_the_trace_about_the_loss() -> None:
     sample_loss(private(x)).mean().backward()
     unproven = engine.explain().unproven
     assert unproven
-    assert all("past torch" in cause for cause in unproven)
+    assert all("outside torch" in cause for cause in unproven)
