@@ -111,7 +111,7 @@ def agree_to_train(
     """
     wrapper, settings_of = ranks.wrapper, partial(_settings, ref(optimizer))
     assert wrapper is not None
-    ranks.followed["a digest of the optimizer's settings (lr, ...)"] = settings_of
+    ranks.followed["digest of the optimizer's settings (lr, ...)"] = settings_of
     replicated = () if isinstance(wrapper, FSDPModule) else wrapper.parameters()
     ranks.agree(
         {
@@ -125,7 +125,7 @@ def agree_to_train(
 
 def digest_of_names(names: Iterable[str]) -> dict[str, float]:
     """The digest of trained parameters that ranks compare in a step."""
-    return {"a digest of the trained parameters' names (requires_grad)": number_of(list(names))}
+    return {"digest of the trained parameters' names (requires_grad)": number_of(list(names))}
 
 
 def _noise_std(state: ClippingState) -> float | Tensor:
@@ -251,10 +251,7 @@ def keep_only(optimizer: Optimizer, released: Iterable[nn.Parameter]) -> None:
 
 Hook = Callable[[DPOptimizer], None]
 
-_LEDGER = (
-    "a digest of the ledger (load the same checkpoint and begin each pass over the loader on every "
-    "rank)"
-)
+_LEDGER = "digest of the ledger (one checkpoint, and passes over the loader begun on every rank)"
 
 
 class StepHooks:

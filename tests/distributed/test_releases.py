@@ -166,7 +166,7 @@ REFUSED = {
     "columns apart": "samples of the data set, in one order, got 'Rows 23",
     "units apart": "same unit_ids",
     "epochs apart": "the DistributedSampler's epoch, got 0 on one and 1 on another",
-    "schedules apart": "a digest of the optimizer's settings",
+    "schedules apart": "digest of the optimizer's settings",
     "own order": "Pass a DistributedSampler of these ranks",
     "another's share": "rank 1 of 2",
     "padded": "drop_last=True",

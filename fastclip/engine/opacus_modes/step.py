@@ -343,7 +343,7 @@ class OpacusStep(DPOptimizer):
             expected_batch_size=self.expected_batch_size or 0.0,
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=math.hypot(*clipped) if isinstance(clipped, list) else clipped,
-            **{"a digest of all thresholds": number_of(clipped)},
+            **{"digest of all thresholds": number_of(clipped)},
             **digest_of_names(n for n, p in self._model.named_parameters() if p in trained),
         )
 
