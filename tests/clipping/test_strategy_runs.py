@@ -489,7 +489,7 @@ def test_refused_by_make_private() -> None:
         start("adaptive", unclipped_num_std=0.3)
     with pytest.raises(ArgumentTypeError, match="target_unclipped_quantile"):
         start("flat", target_unclipped_quantile=0.5)
-    with pytest.raises(ArgumentError, match="[Oo]mit grad_sample_mode"):
+    with pytest.raises(ArgumentError, match="Omit grad_sample_mode"):
         start(clipping.adaptive(), grad_sample_mode="hooks")
     model = nn.Linear(2, 1)
     with pytest.raises(ArgumentError, match="'gdp' composes constant noise only"):
