@@ -271,7 +271,7 @@ class ClipContract:
         g = torch.ones(3, 4, device=self.device)
         cases: list[tuple[list[Tensor], Any, str]] = [
             ([], 1.0, "at least one parameter"),
-            ([g, g[:2]], 1.0, r"grad_samples\[1\] holds 2 samples, but grad_samples\[0\] 3"),
+            ([g, g[:2]], 1.0, r"grad_samples\[1\] expects 3 samples as grad_samples\[0\], got 2"),
             ([g, g.to("meta")], 1.0, r"grad_samples\[1\] is on meta"),
             ([g, g.long()], 1.0, r"grad_samples\[1\] expects float32"),
             ([g.sum()], 1.0, r"grad_samples\[0\] expects a shape"),

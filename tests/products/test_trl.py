@@ -282,25 +282,25 @@ def test_a_run(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
 def test_several_rows_in_one_sequence(name: str, tmp_path: Path) -> None:
-    with refused(rf"SFTConfig\({name}=True\) lays several rows .* into one sequence"):
+    with refused(rf"SFTConfig\({name}=True\) puts several samples .* into one"):
         made(private.PrivateSFTTrainer, llama(), tmp_path, trl.SFTConfig, **{name: True})
 
 
 def test_padding_free_pairs(tmp_path: Path) -> None:
-    with refused(r"DPOConfig\(padding_free=True\) lays several rows"):
+    with refused(r"DPOConfig\(padding_free=True\) puts several samples"):
         made(private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, padding_free=True)
 
 
 @pytest.mark.parametrize("loss", ["aot", "aot_unpaired", "sft"])
 def test_losses_that_join_pairs(loss: str, tmp_path: Path) -> None:
-    with refused(rf"DPOConfig\(loss_type='{loss}'\) joins pairs"):
+    with refused(rf"DPOConfig\(loss_type='{loss}'\) couples pairs"):
         made(
             private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, loss_type=["sigmoid", loss]
         )
 
 
 def test_weights_of_a_pair_s_longer_row(tmp_path: Path) -> None:
-    with refused(r"DPOConfig\(ld_alpha=\.\.\.\) weighs tokens"):
+    with refused(r"DPOConfig\(ld_alpha=\.\.\.\) is not supported: it weights tokens"):
         made(private.PrivateDPOTrainer, llama(), tmp_path, trl.DPOConfig, ld_alpha=0.5)
 
 

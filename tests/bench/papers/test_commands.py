@@ -83,7 +83,7 @@ def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "SoftAdaClip: smaller loss gap than dp_sgd" in page
-    assert "Not judged, for want of runs" in page
+    assert "Not judged, because runs are missing" in page
     assert "breast-cancer" in (tmp_path / "report.md").read_text()
 
 

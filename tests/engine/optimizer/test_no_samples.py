@@ -67,5 +67,5 @@ def test_samples_are_still_another_engines() -> None:
     (x,) = next(iter(loader))
     private(x).square().sum(1).mean().backward()
     model.weight.grad_sample = model.weight.new_zeros(1, 2, D)
-    with pytest.raises(StepError, match="another engine"):
+    with pytest.raises(StepError, match="second engine"):
         optimizer.step()
