@@ -288,5 +288,5 @@ def test_one_draw_for_both_parts() -> None:
             super().training_step([batch[0], batch[0]], index)
 
     engine = FastPrivacyEngine()
-    with refused("drew", BatchSizeError):
+    with refused("errors.html#sampling", BatchSizeError):
         fit(Same(both(engine)), engine)
