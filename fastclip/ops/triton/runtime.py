@@ -248,8 +248,8 @@ def _mark(same: Hashable, addresses: list[int | None]) -> tuple:
     """Returns the key of a launch: Triton compiles again for addresses that are not multiples of 16."""
     unaligned: Hashable = None in addresses or reduce(or_, addresses) & 15  # type: ignore[arg-type, operator]
     if unaligned:  # rare
-        apart = tuple([None if address is None else address & 15 for address in addresses])
-    return same, apart, are_deterministic()
+        unaligned = tuple([None if address is None else address & 15 for address in addresses])
+    return same, unaligned, are_deterministic()
 
 
 class Compiled:
