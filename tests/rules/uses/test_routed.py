@@ -98,14 +98,14 @@ def test_rows_and_entries_of_several_samples_are_refused() -> None:
     number = routing.watch(x)
     routing._codes = [(torch.tensor([[2.0**-8, 2.0**-8, 2.0**-7], [2.0**-7, 0.0, 2.0**-7]]),)]
     g = torch.tensor([[1.0, 1.0, 1.0], [3.0, 0.0, 1.0]])
-    with pytest.raises(BatchSizeError, match="entry of its output follows from several samples"):
+    with pytest.raises(BatchSizeError, match="an entry of its output depends on several samples"):
         routing.sample_of_entry(number, g, "w")
     g[1, 0] = 1.0
     assert routing.sample_of_entry(number, g, "w").tolist() == [[0, 0, 1], [1, -1, 1]]
     use = object.__new__(UseBackward)
     use.g, use.batch_axis, use._owner = g, None, routing.sample_of_entry(number, g, "w")
     use._call = SimpleNamespace(label="w")
-    with pytest.raises(BatchSizeError, match="a row of its output follows from several samples"):
+    with pytest.raises(BatchSizeError, match="a row of its output depends on several samples"):
         use.sample_of_row()
 
 
