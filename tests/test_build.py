@@ -393,7 +393,7 @@ def checkout(folder: Path, source: str) -> list[Path]:
         (folder / "csrc" / part).mkdir(parents=True)
         (folder / "csrc" / part / "only.cpp").write_text(source.replace("_NAME", name))
     (folder / "fastclip" / "core").mkdir(parents=True)
-    (folder / "fastclip" / "__init__.py").touch()
+    (folder / "fastclip" / "__init__.py").write_text('__version__ = "0.1.0"\n')
     shutil.copy(ROOT / "fastclip/core/build_recipe.py", folder / "fastclip/core/build_recipe.py")
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     stale = [folder / "fastclip" / f"{name}{suffix}" for name in FOLDERS]

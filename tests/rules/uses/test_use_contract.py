@@ -65,7 +65,7 @@ def test_a_rule_of_the_users_own(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("forgets", "the rule cdist of weights.0 in cdist recorded nothing for w"),
+        ("forgets", "The rule cdist of weights.0 in cdist recorded nothing for w"),
         ("one row", r"norms of shape \[1\] .* 4 samples"),
     ],
 )
