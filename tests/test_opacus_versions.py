@@ -132,7 +132,7 @@ def test_what_opacus_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ghost_fsdp", {}), ("ghost_tp", {}), ("hooks", {"wrap_model": False}),
     )  # fmt: skip
     for mode, options in cases:
-        with refused(f"grad_sample_mode='{mode}' expects Opacus 1.6, and {opacus_names.VERSION}"):
+        with refused(f"grad_sample_mode='{mode}' expects Opacus 1.6, got {opacus_names.VERSION}"):
             make(net, mode, **options)
     assert not net._forward_hooks
 

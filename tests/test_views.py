@@ -330,7 +330,7 @@ def test_packed_sequences() -> None:
     ("rows_of", "said"),
     [
         (lambda x: x, "views=3 expects 3 entries per sample"),
-        (lambda x: x.repeat_interleave(2, 0), "views=3 expects 3 entries per sample"),
+        (lambda x: x.repeat_interleave(2, 0), "views=3 expects 3 views of each"),
         (lambda x: x.repeat_interleave(3, 0)[:-1], "entries per sample"),
         (lambda x: x.repeat_interleave(3, 0)[3:], "every view of every sample"),
         (lambda x: x.repeat_interleave(6, 0), "views=K"),
@@ -559,7 +559,7 @@ def test_refusals() -> None:
             start(views)  # type: ignore[arg-type]
     with refused("views=2 needs poisson_sampling=True", ArgumentError):
         start(2, poisson_sampling=False)
-    with refused("without views", ArgumentError):
+    with refused("does not support views", ArgumentError):
         start(2, grad_sample_mode="hooks")
 
 

@@ -241,7 +241,7 @@ def unit_samples(
     if views > 1 and (again or samples != len(part)):
         raise BatchSizeError(
             f"views={views} expects {views} views of each of the {0 if again else len(part)} samples "
-            f"that the loader drew, got {views * samples} samples. Pass every view of every sample to "
+            f"that the loader drew, got {views * samples} entries. Pass every view of every sample to "
             "the model in one call, and each batch once."
         )
     if samples_of_units is None or again or samples != len(part):
