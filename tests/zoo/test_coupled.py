@@ -40,7 +40,7 @@ def test_coupled(name: str) -> None:
 
 @pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, nn.utils.spectral_norm])
 def test_buffers_that_learn(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    refused(lambda: nn.Sequential(wrap(nn.Linear(D, D))), way_out="buffers")
+    refused(lambda: nn.Sequential(wrap(nn.Linear(D, D))), way_out="Buffers")
 
 
 @pytest.mark.parametrize("option", ["scale_grad_by_freq", "max_norm", "sparse"])
