@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fastclip.samples.batch_axis import BatchAxis
 from fastclip.samples.layout import Folds
-from fastclip.samples.place import BatchAxis
 from tests.oracle import (
     TOLERANCE,
     Batch,
