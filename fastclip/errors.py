@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "ANCHORS",
-    "VALUES_IN_LOSSES",
     "ArgumentError",
     "ArgumentTypeError",
     "BatchSizeError",
@@ -158,11 +157,6 @@ else:
         return globals().setdefault(name, made)
 
 
-VALUES_IN_LOSSES = (
-    "Compute a loss of parameter values in the model's forward, and return one loss per sample, of "
-    "shape [b]"
-)
-"""The fix if a loss depends on parameter values: its gradient may mix samples."""
 PER_SAMPLE = 'Pass model_loss="per_sample" to make_private'
 """The fix if the model itself computes a mean cross entropy over the labels of the batch."""
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers", "importlib")

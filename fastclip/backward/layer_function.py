@@ -87,10 +87,8 @@ class PrivateLayer(Function):
         nothing = (None,) * (2 + len(call.parameters))
         if g is None:
             return nothing
-        grad_state, operands = (
-            call.handle.grad_state,
-            saved(ctx),
-        )  # which may run a checkpoint again
+        grad_state = call.handle.grad_state
+        operands = saved(ctx)  # which may run a checkpoint again
         trace = grad_state.trace
         if grad_state.paused or not trace.observing:
             return (None, PrivateLayer._input_gradient(ctx, call, operands, g), *nothing[2:])

@@ -20,6 +20,7 @@ from fastclip.backward.guards import untrained
 from fastclip.backward.loss import check_coupling, check_criterion
 from fastclip.backward.state import GradientState
 from fastclip.clipping import dp_sgd
+from fastclip.counts.lines import worded
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import Request, plan_sampling
 from fastclip.distributed.processes import check_set_up
@@ -282,7 +283,7 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
     except FastclipError:
         return  # its error is listed already
     n, B = design.units, design.expected_batch_size
-    unit = "sample" if design.unit == "row" else design.unit
+    unit = worded(design.unit)
     if setup.delta is not None and n and setup.delta > 1 / n:
         yield (
             f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}, which allows a mechanism to "

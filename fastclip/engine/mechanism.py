@@ -9,6 +9,7 @@ from typing import Any
 
 from fastclip.accounting import NoiseLevels
 from fastclip.accounting.steps import Entry, encoded
+from fastclip.counts.lines import worded
 from fastclip.data.design import GIVEN_ORDER, STREAM, SamplingDesign
 from fastclip.errors import say
 
@@ -92,7 +93,7 @@ class Mechanism:
         q = f"q = {self.sample_rate:.6g}"
         sampling = f"{self.sampler}, {q}" + ("" if self.public_size else " (derived from N)")
         if self.max_batch_size is not None:
-            sampling += f", at most {self.max_batch_size} {_name(self.unit)}s per step"
+            sampling += f", at most {self.max_batch_size} {worded(self.unit)}s per step"
         if self.max_samples_per_unit is not None:
             sampling += f", at most {self.max_samples_per_unit} samples of each"
         if not self.sampled_independently:
@@ -101,7 +102,7 @@ class Mechanism:
         counts = "none" if self.noise.counts is None else f"sigma = {self.noise.counts:.4g}"
         facts = {
             "neighbors": self.neighbors,
-            "privacy unit": _name(self.unit),
+            "privacy unit": worded(self.unit),
             "sampling": sampling,
             "batch size": f"B = {self.expected_batch_size:g}"
             + ("" if self.units is None else f", of N = {self.units}"),
@@ -128,14 +129,9 @@ def _plain(entry: Entry) -> list[Any]:
     return [sigma, encoded(rate), steps]
 
 
-def _name(unit: str) -> str:
-    """The privacy unit, in words."""
-    return "sample" if unit == "row" else unit
-
-
 def neighbors(design: SamplingDesign, size_is_secret: bool) -> str:
     """The neighboring relation, in words."""
-    return _GUARANTEE["added" if size_is_secret else "zeroed"].format(unit=_name(design.unit))
+    return _GUARANTEE["added" if size_is_secret else "zeroed"].format(unit=worded(design.unit))
 
 
 def trusted(design: SamplingDesign, size_is_secret: bool) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.clipping.resolve import named
 from fastclip.core.checks import between, not_negative, positive
 from fastclip.core.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
-from fastclip.counts.lines import said_of_overlaps
+from fastclip.counts.lines import said_of_overlaps, worded
 from fastclip.data.design import AsPlanned, Releases, SamplingDesign, planned_history
 from fastclip.data.loader import draws_securely
 from fastclip.data.plan import SAMPLING, Request, call_for_loader
@@ -318,7 +318,7 @@ def says_too_much(call: str, delta: float, design: SamplingDesign) -> bool:
     size = design.expected_batch_size / design.rate if design.public else design.units
     if delta * size < 1:
         return False
-    unit = "sample" if design.unit == "row" else design.unit
+    unit = worded(design.unit)
     say(
         f"delta={delta:g} in {call} is at least 1/N (N = {size:.0f} {unit}s), which allows a run to "
         f"publish one whole {unit}. Choose a smaller delta, or silence this with "
