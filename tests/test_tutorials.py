@@ -90,6 +90,15 @@ def groups(known: dict, said: str, folder: Path) -> None:
     assert share["rare"] >= share["common"]
 
 
+def image_classifier(known: dict, said: str, folder: Path) -> None:
+    """The run that was stopped and resumed keeps to its budget, and has learned; the weights load."""
+    assert known["done"] == 3
+    assert 7.5 < known["epsilon"] <= 8.0
+    assert known["reached"] > 0.6  # of four classes
+    assert known["probabilities"].shape == (1, 4)
+    assert "privacy unit" in said
+
+
 def patients(known: dict, said: str, folder: Path) -> None:
     assert "unit" in said
 
@@ -113,6 +122,7 @@ CHECKS = {
     "clinicalbert": clinicalbert,
     "first_model": first_model,
     "groups": groups,
+    "image_classifier": image_classifier,
     "patients": patients,
     "quickstart": quickstart,
     "saving": saving,
