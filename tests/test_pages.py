@@ -248,7 +248,7 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
         plain, private, private, checked_model,
     ],
     "docs/federated.md": [federated, watched, dict],
-    "docs/guarantee.md": [lambda: plain() | {"patient_of_row": torch.arange(64) // 2}],
+    "docs/guarantee.md": [lambda: plain() | {"patient_of_row": torch.arange(64) // 2}, plain],
     "docs/huggingface.md": [trainer],
     "docs/lightning.md": [lightning, lightning],
     "docs/llm.md": [PRODUCTS, PRODUCTS, preferences, language_model, PRODUCTS, adapted],
