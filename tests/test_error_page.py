@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -52,3 +53,40 @@ def test_an_error_is_explained_before_its_fixes(anchor: str) -> None:
 def test_troubleshooting_leads_to_every_kind() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert set(re.findall(r"errors\.md#([\w-]+)", page)) == ANCHORS
+
+
+def texts() -> list[str]:
+    """Every text of the package except docstrings; values in f-strings are gaps."""
+    found = []
+    for path in (ROOT / "fastclip").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if id(node) in documentation:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else " ... " for v in node.values]
+                found.append("".join(map(str, parts)).lower())
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value.lower())
+    return found
+
+
+def test_troubleshooting_quotes_messages() -> None:
+    """Words that the tables quote are in a message; "..." stands for anything between them."""
+    page, known = (ROOT / "docs" / "troubleshooting.md").read_text(), texts()
+    tables = page.partition("## Symptoms")[0]
+    quoted = [
+        q
+        for line in re.findall(r"^\| (.+?) \|", tables, re.M)
+        for q in re.findall(r'"(.+?)"', line)
+    ]
+    assert len(quoted) > 50
+    missing = []
+    for phrase in quoted:
+        pattern = re.compile(
+            ".*?".join(re.escape(x.strip()) for x in phrase.lower().split("...")), re.S
+        )
+        if not any(pattern.search(text) for text in known):
+            missing.append(phrase)
+    assert not missing
