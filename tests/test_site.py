@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -120,6 +122,41 @@ def test_no_link_is_dead(site: dict[Path, Links]) -> None:
 def test_nothing_is_fetched_from_elsewhere(site: dict[Path, Links]) -> None:
     fetched = {link for links in site.values() for link in links.fetches}
     assert not {link for link in fetched if urlsplit(link).netloc}
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("UnsupportedLayerError", "Unsupported<wbr>Layer<wbr>Error"),
+        ("poisson_sampling=False", "poisson_<wbr>sampling=<wbr>False"),
+        ("python -m fastclip.accounting", "python -m fastclip.<wbr>accounting"),
+        ("sample_rate=0.01, n", "sample_<wbr>rate=<wbr>0.01, n"),
+        ("tests/test_units.py", "tests/<wbr>test_<wbr>units.py"),
+    ],
+)
+def test_long_names_in_tables_break_between_words(code: str, shown: str) -> None:
+    breaks = breaks_of_code()
+    table = "<table><tr><td><code>{}</code></td></tr></table>"
+    page = f"<code>{code}</code>{table}"
+    assert breaks(page.format(code)) == f"<code>{code}</code>{table.format(shown)}"
+
+
+def test_options_in_tables_keep_their_hyphens() -> None:
+    table = "<table><code>--noise-multiplier</code> <code>--json</code></table>"
+    assert breaks_of_code()(table) == (
+        '<table><code><span class="short">--noise</span>-multiplier</code> '
+        '<code class="short">--json</code></table>'
+    )
+
+
+def breaks_of_code() -> Callable[[str], str]:
+    """The hook of mkdocs, which is no module of a package."""
+    spec = spec_from_file_location("code_breaks", ROOT / "docs" / "site" / "code_breaks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.on_post_page
 
 
 def test_every_page_of_docs_is_in_it(site: dict[Path, Links]) -> None:
