@@ -3,6 +3,7 @@
 `python -m fastclip.accounting` prints the forecast of a run.
 """
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.attack import Attack, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier
 from fastclip.accounting.epsilon import NoiseLevels, compose, epsilon, history, remaining, split
@@ -17,6 +18,7 @@ __all__ = [
     "NoiseLevels",
     "PLDAccountant",
     "Poisson",
+    "RandomAllocation",
     "TruncatedNegativeBinomial",
     "TruncatedPoisson",
     "TunedEpsilon",

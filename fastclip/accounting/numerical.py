@@ -26,6 +26,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
 from scipy.special import erf, erfcx, log_ndtr, logsumexp
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.core.checks import between, positive
 
 Part = tuple[float, float, int]
@@ -96,6 +97,8 @@ def numerical_epsilon(
     totals: Counter[tuple[float, float]] = Counter()
     variation = 0.0  # at least the run's total variation
     for sigma, rate, steps in history:
+        if isinstance(rate, RandomAllocation):
+            steps, rate = steps * rate.times, 1.0  # an upper bound, without amplification
         variation += steps * rate * float(erf(8**-0.5 / sigma))
         rate = max(rate, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0
         totals[min(sigma, _MOST_NOISE), rate] += steps

@@ -12,6 +12,7 @@ from typing import Any
 from opacus.accountants import IAccountant, RDPAccountant
 from scipy.stats import binom
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.numerical import numerical_epsilon
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.steps import (
@@ -180,6 +181,8 @@ def loss_distribution(history: Iterable[Entry], eps_error: float, delta_error: f
     for sigma, rate, steps in history:
         if sigma == 0:
             return None
+        if isinstance(rate, RandomAllocation):
+            steps, rate = steps * rate.times, 1.0  # an upper bound, without amplification
         totals[sigma, rate] += steps
     # Full batches are one Gaussian mechanism, exactly.
     full = sum(steps / sigma**2 for (sigma, rate), steps in totals.items() if rate == 1)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.core.checks import between, keep, whole
 from fastclip.core.opacus_names import mechanism_of
 from fastclip.core.system import this_process
@@ -155,39 +156,49 @@ class TruncatedPoisson:
         return self
 
 
-Rate: TypeAlias = "float | TruncatedPoisson"
-"""Sampling of a step: the rate of Poisson sampling, or a truncated batch."""
+Rate: TypeAlias = "float | TruncatedPoisson | RandomAllocation"
+"""Sampling of a step: the rate of Poisson sampling, or a truncated batch. Or that of a whole epoch."""
 
 
 def probability(rate: Rate) -> float:
-    """Return q, the probability with which a sample is drawn."""
+    """Return q, the probability with which a sample is drawn in a step."""
+    if isinstance(rate, RandomAllocation):
+        return rate.times / rate.steps
     return rate.rate if isinstance(rate, TruncatedPoisson) else rate
 
 
 def checked_rate(rate: Any) -> Rate:
-    """Return `rate` as a sample rate in (0, 1], or unchanged if it is a TruncatedPoisson.
+    """Return `rate` as a sample rate in (0, 1], or unchanged if it is another sampling.
 
     Raises:
         ArgumentError, ArgumentTypeError: if it is neither.
     """
-    if isinstance(rate, TruncatedPoisson):
+    if isinstance(rate, (TruncatedPoisson, RandomAllocation)):
         return rate
     return between("sample_rate", rate, 0, 1, closed=True)
 
 
 def check_not_truncated(entries: Any, mechanism: str) -> None:
-    """Check that only "pld" gets truncated batches, for which it alone has an epsilon.
+    """Check that an accountant has an epsilon for the sampling of these steps.
+
+    Only "pld" has one for truncated batches, and only "prv" and "pld" for a random allocation.
 
     Args:
         entries: (noise multiplier, rate, steps).
         mechanism: mechanism of the accountant that would read them.
 
     Raises:
-        ArgumentError: for truncated batches and another accountant.
+        ArgumentError: for another accountant.
     """
     if mechanism == "pld":
         return
     for _, rate, _ in entries:
+        if isinstance(rate, RandomAllocation) and mechanism != "prv":
+            raise ArgumentError(
+                f"accountant={mechanism!r} cannot account for {rate}. Use accountant='prv' or 'pld', or "
+                "Poisson sampling.",
+                doc="privacy-budget",
+            )
         if isinstance(rate, TruncatedPoisson):
             raise ArgumentError(
                 f"accountant={mechanism!r} cannot account for batches truncated to max_batch_size="
@@ -198,7 +209,7 @@ def check_not_truncated(entries: Any, mechanism: str) -> None:
 
 def encoded(rate: Rate) -> float | dict[str, Any]:
     """Return a rate for JSON and checkpoints. A plain rate is unchanged, for Opacus."""
-    return asdict(rate) if isinstance(rate, TruncatedPoisson) else rate
+    return rate if isinstance(rate, (int, float)) else asdict(rate)
 
 
 def decoded(saved: Any) -> Rate:
@@ -208,8 +219,8 @@ def decoded(saved: Any) -> Rate:
         TypeError, ValueError: for any other value.
     """
     if isinstance(saved, Mapping):
-        return TruncatedPoisson(**saved)
-    return saved if isinstance(saved, TruncatedPoisson) else float(saved)
+        return RandomAllocation(**saved) if "steps" in saved else TruncatedPoisson(**saved)
+    return saved if isinstance(saved, (TruncatedPoisson, RandomAllocation)) else float(saved)
 
 
 # -------------------------------------------------------------------------------------------------
