@@ -17,16 +17,16 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.fft import irfft, next_fast_len, rfft
+from scipy.fft import irfft, next_fast_len
 from scipy.optimize import brentq
-from scipy.special import erf, erfcx, log_ndtr, logsumexp
+from scipy.special import erf, erfcx, log_ndtr
 
 from fastclip.accounting.allocation import RandomAllocation
+from fastclip.accounting.transforms import Sums, log_difference, log_expm1, log_mass, logsumexp
 from fastclip.core.checks import between, positive
 
 Part = tuple[float, float, int]
@@ -239,7 +239,7 @@ class _Losses:
         self.curve = np.array([self.steps @ self._generating(tilt) for tilt in self.tilts])
 
     def _generating(self, tilt: float) -> np.ndarray:
-        found: np.ndarray = logsumexp(self.weights + tilt * self.losses, axis=-1)
+        found: np.ndarray = logsumexp(self.weights + tilt * self.losses)
         return found
 
     def first_tilt(self, log_delta: float) -> tuple[float, float]:
@@ -299,7 +299,7 @@ class _Losses:
     def _mass(self, tilt: float) -> np.ndarray:
         """Return the mass of each part's tilted loss, [part, node]."""
         mass = self.weights + tilt * self.losses
-        found: np.ndarray = np.exp(mass - logsumexp(mass, axis=-1, keepdims=True))
+        found: np.ndarray = np.exp(mass - logsumexp(mass, keepdims=True))
         return found
 
     def _spread(self, mass: np.ndarray) -> float:
@@ -396,7 +396,7 @@ class _Curve(NamedTuple):
         if number >= len(self.log_delta) - 1:
             return float(self.log_delta[-1])
         high, low = self.log_delta[number : number + 2]
-        share = math.exp(_log_expm1(eps - before * self.mesh) - _log_expm1(self.mesh))
+        share = math.exp(log_expm1(eps - before * self.mesh) - log_expm1(self.mesh))
         if not 0 < share < 1:  # by rounding
             return float(low if share >= 1 else high)
         return float(np.logaddexp(high + math.log1p(-share), low + math.log(share)))
@@ -440,7 +440,7 @@ def _composed(
     length = next_fast_len(last - first + 1, real=True)
     top, unit = (first + length - 1) * mesh, sys.float_info.epsilon * math.log2(2 * length)
     bounds = window[2] / np.array([1.0, 4.0])
-    sums = _Sums.of(length, len(bounds))
+    sums = Sums.of(length, len(bounds))
     for sigma, rate, steps in parts:
         begin, masses, lost = _step_on_mesh(sigma, rate, reach, mesh, added)
         sums.add(begin, masses.copy(), steps, mesh, tilt, bulk, bounds, unit, rare=rare)
@@ -460,116 +460,16 @@ def _composed(
     masses -= (1 + tilt) * (at - center)
     masses = np.logaddexp.accumulate(masses[::-1])[:-1] + (at[-2::-1] - center)
     masses = np.logaddexp.accumulate(masses)[::-1]  # [length - 1], of all points but the last
-    masses += sums.moment - tilt * center + _log_expm1(mesh)
+    masses += sums.moment - tilt * center + log_expm1(mesh)
     infinite = math.log(sums.infinite) if sums.infinite else -math.inf
     outside = np.logaddexp(float((sums.above - bounds * top).min()), infinite)
     masses = np.logaddexp(np.append(masses, -math.inf), outside)
     # By Cauchy and Schwarz, from the masses above a point and their weights exp(-tilt (l - point)).
-    hidden = math.log(rounding) + min(math.log(length), -_log_expm1(2 * tilt * mesh)) / 2
+    hidden = math.log(rounding) + min(math.log(length), -log_expm1(2 * tilt * mesh)) / 2
     masses[:-1] = np.logaddexp(masses[:-1], sums.moment + hidden - tilt * at[:-1])
     if np.isnan(masses).any():
         raise ArithmeticError("the composition is not a number")
     return _Curve(first, mesh, masses)
-
-
-@dataclass
-class _Sums:
-    """Sums over the steps of a composition: logarithms of transforms, and their errors."""
-
-    exponent: np.ndarray
-    """Logarithm of the characteristic function of the tilted losses."""
-    more: np.ndarray
-    """Addition of rare losses to the exponent."""
-    doubt: np.ndarray
-    """Rounding error of the exponent in float64."""
-    rare_doubt: np.ndarray
-    above: np.ndarray
-    """Logarithms of the moments of Chernoff's bound on the mass above the window."""
-    length: int
-    moment: float = 0.0
-    infinite: float = 0.0
-
-    @classmethod
-    def of(cls, length: int, bounds: int) -> _Sums:
-        size = length // 2 + 1
-        complexes, floats = (np.zeros(size, dtype=kind) for kind in (complex, float))
-        return cls(complexes, complexes.copy(), floats, floats.copy(), np.zeros(bounds), length)
-
-    def add(
-        self, begin: int, masses: np.ndarray, steps: int, mesh: float, tilt: float, bulk: float,
-        bounds: np.ndarray, unit: float, *, rare: bool,
-    ) -> None:  # fmt: skip
-        """Add `steps` steps with these log masses, of which the first is at mesh point `begin`."""
-        at = mesh * np.arange(begin, begin + len(masses))
-        large = at > bulk
-        if not rare:
-            masses[large] = -math.inf
-        for number, turn in enumerate(bounds):
-            self.above[number] += steps * float(logsumexp(masses + turn * at))
-        masses += tilt * at
-        size = float(logsumexp(masses))
-        self.moment += steps * size
-        masses = np.exp(masses - size)
-        # zero losses are often nearly all of the mass, and would hide the rest
-        masses[-begin] = 0
-        masses[-begin] = -masses.sum()
-        tail = _wrapped(np.where(large, masses, 0.0), begin, self.length)
-        masses = _wrapped(np.where(large, 0.0, masses), begin, self.length)
-        change = rfft(masses)
-        size_of = np.maximum(np.abs(1 + change), 1e-300)
-        self.exponent += steps * _log1p(change)
-        self.doubt += steps * unit * (np.linalg.norm(masses) / size_of + np.abs(change))
-        if rare:
-            ratio = rfft(tail) / np.where(np.abs(1 + change) < 1e-300, 1e-300, 1 + change)
-            self.more += steps * _log1p(ratio)
-            self.rare_doubt += steps * unit * (np.linalg.norm(tail) / size_of + np.abs(ratio))
-
-    def change(self, unit: float, *, rare: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the characteristic function minus 1, or the change by rare losses, and its error."""
-        exponent, more = self.exponent, self.more
-        if rare:
-            small = more.real < 1
-            change = np.where(
-                small, np.exp(exponent) * _expm1(np.where(small, more, 0)),
-                np.exp(exponent + more) - np.exp(exponent),
-            )  # fmt: skip
-            doubt = np.abs(change) * self.doubt + np.exp((exponent + more).real) * self.rare_doubt
-        else:
-            change = _expm1(exponent)
-            doubt = np.exp(exponent.real) * self.doubt
-        return change, np.hypot(doubt, unit * np.abs(change))
-
-
-def _log1p(change: np.ndarray) -> np.ndarray:
-    """Return log(1 + z), with all digits of a small z, unlike NumPy's log1p."""
-    size = np.abs(change)
-    small = np.where(size < 0.5, change, 0)
-    near = np.log1p(small.real * (2 + small.real) + small.imag**2) / 2
-    far = np.log(np.maximum(np.abs(1 + change), 1e-300))
-    found: np.ndarray = np.where(size < 0.5, near, far) + 1j * np.angle(1 + change)
-    return found
-
-
-def _log_expm1(positive: float) -> float:
-    return positive + math.log(-math.expm1(-positive)) if positive > 0 else -math.inf
-
-
-def _expm1(exponent: np.ndarray) -> np.ndarray:
-    """Return exp(z) - 1, with all digits of a small z."""
-    real, imag = exponent.real, exponent.imag
-    turned = np.expm1(real) * np.cos(imag) - 2 * np.sin(imag / 2) ** 2
-    found: np.ndarray = turned + 1j * np.exp(real) * np.sin(imag)
-    return found
-
-
-def _wrapped(masses: np.ndarray, begin: int, length: int) -> np.ndarray:
-    """Return masses at points from `begin` on, each added at its number modulo `length`, [length]."""
-    begin %= length
-    rows = -(-(begin + len(masses)) // length)
-    padded = np.zeros(rows * length)
-    padded[begin : begin + len(masses)] = masses
-    found: np.ndarray = padded.reshape(rows, length).sum(0)
-    return found
 
 
 @lru_cache(maxsize=1)  # both parts of a delta use it
@@ -590,36 +490,21 @@ def _step_on_mesh(
     points = mesh * np.arange(low, high + 1)
     ratios = _log_ratio(points, rate)  # u at the edges of the bins, [point]
     edges = np.concatenate([[-math.inf], sigma**2 * ratios + 0.5, [math.inf]]) / sigma
-    out, inside = _log_mass(edges), _log_mass(edges - 1 / sigma)  # [point + 1], of N(0,.), N(1,.)
+    out, inside = log_mass(edges), log_mass(edges - 1 / sigma)  # [point + 1], of N(0,.), N(1,.)
     # Under P, for each bin: the mass that goes to its upper point, and to its lower one.
     least = math.log1p(-rate) if rate < 1 else -math.inf  # no loss is smaller
     up = np.logaddexp(
-        math.log(rate) + _log_difference(inside[1:], out[1:] + ratios),
-        out[1:] + _log_difference(np.full(len(points), least), points),
+        math.log(rate) + log_difference(inside[1:], out[1:] + ratios),
+        out[1:] + log_difference(np.full(len(points), least), points),
     )
-    down = math.log(rate) + _log_difference(out[:-1] + ratios, inside[:-1])
+    down = math.log(rate) + log_difference(out[:-1] + ratios, inside[:-1])
     infinite, nothing = up[-1], down[0] - points[0]
     masses = np.full(len(points), -math.inf)
     masses[1:] = up[:-1] - math.log(-math.expm1(-mesh))
-    masses[:-1] = np.logaddexp(masses[:-1], down[1:] - _log_expm1(mesh))
+    masses[:-1] = np.logaddexp(masses[:-1], down[1:] - log_expm1(mesh))
     masses[-1] = np.logaddexp(masses[-1], out[-1] + points[-1])
     below = np.logaddexp(out[0] + least, math.log(rate) + inside[0])
     masses[0] = np.logaddexp(masses[0], below)
     if added:
         return -high, (masses - points)[::-1].copy(), float(nothing)
     return low, masses, float(infinite)
-
-
-def _log_mass(edges: np.ndarray) -> np.ndarray:
-    """Return the log mass of a standard normal variable between consecutive edges."""
-    low, high = edges[:-1], edges[1:]
-    right = low > 0  # by the nearer tail, whose digits are not lost
-    near = log_ndtr(np.where(right, -low, high))
-    return _log_difference(near, log_ndtr(np.where(right, -high, low)))
-
-
-def _log_difference(large: np.ndarray, small: np.ndarray) -> np.ndarray:
-    """Return log(exp(large) - exp(small)), or -inf if the difference is only rounding."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found: np.ndarray = large + np.log(-np.expm1(np.minimum(small - large, 0.0)))
-    return np.where(np.isneginf(large), -math.inf, found)
