@@ -16,21 +16,30 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len
 from scipy.optimize import brentq
 from scipy.special import erf, erfcx, log_ndtr
 
-from fastclip.accounting.allocation import RandomAllocation
-from fastclip.accounting.transforms import Sums, log_difference, log_expm1, log_mass, logsumexp
+from fastclip.accounting.allocation import Law, RandomAllocation, epoch_law
+from fastclip.accounting.transforms import (
+    Sums,
+    log_difference,
+    log_expm1,
+    log_mass,
+    logsumexp,
+    on_losses,
+)
 from fastclip.core.checks import between, positive
 
-Part = tuple[float, float, int]
-"""(noise multiplier, sampling rate, steps), summed up in any order."""
+Sampling = float | RandomAllocation
+"""Rate of Poisson sampling, or an allocation to one of several steps."""
+Part = tuple[float, Sampling, int]
+"""(noise multiplier, sampling, steps or epochs), summed up in any order."""
 
 _TOLERANCE = 2e-4
 """Share of epsilon that the mesh may add by default."""
@@ -57,6 +66,10 @@ _MANY = 32
 """Number of parts above which ten times _TOLERANCE, and _MERGED, are allowed."""
 _MERGED = 0.008
 """Share of epsilon that merging steps of similar noise may add, if there are many parts."""
+_LOST_IN_EPOCHS = 1e-5
+"""Share of delta in large losses of random allocations, which count as infinite."""
+_LEAST_OF_EPOCHS = 0.25
+"""Least noise for which a random allocation is more private than a full batch per epoch, in effect."""
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-3, 1e7, 1e-30
 """Limits of float64's precision. Beyond them epsilon is that of a full batch, of this noise, or of this
 rate, which are upper bounds."""
@@ -94,14 +107,12 @@ def numerical_epsilon(
     log_cut = math.log(delta) + _CUT
     if delta_error is not None:
         log_cut = math.log(min(between("delta_error", delta_error, 0, delta), delta / 10))
-    totals: Counter[tuple[float, float]] = Counter()
+    totals: Counter[tuple[float, Sampling]] = Counter()
     variation = 0.0  # at least the run's total variation
     for sigma, rate, steps in history:
-        if isinstance(rate, RandomAllocation):
-            steps, rate = steps * rate.times, 1.0  # an upper bound, without amplification
-        variation += steps * rate * float(erf(8**-0.5 / sigma))
-        rate = max(rate, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0
-        totals[min(sigma, _MOST_NOISE), rate] += steps
+        for part, count in _parts(sigma, rate):
+            variation += steps * count * _variation(sigma, part)
+            totals[min(sigma, _MOST_NOISE), part] += steps * count
     if variation <= delta:
         return 0.0
     if len(totals) > _MANY:
@@ -113,18 +124,41 @@ def numerical_epsilon(
         return gaussian_epsilon(full, delta)
     if full:
         parts.append((1 / full, 1.0, 1))
-    return _numerical_epsilon(tuple(sorted(parts)), delta, error, log_cut)
+    parts.sort(key=lambda part: (part[0], _rank(part[1])))
+    return _numerical_epsilon(tuple(parts), delta, error, log_cut)
 
 
-def _merged(totals: Counter[tuple[float, float]]) -> Counter[tuple[float, float]]:
+def _parts(sigma: float, rate: Sampling) -> Iterator[tuple[Sampling, int]]:
+    """Yield the samplings whose composition is one step or epoch, and how often each occurs."""
+    if not isinstance(rate, RandomAllocation):
+        yield (max(rate, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0), 1
+        return
+    for size, count in rate.blocks().items():
+        yield (RandomAllocation(size) if size > 1 and sigma >= _LEAST_OF_EPOCHS else 1.0), count
+
+
+def _variation(sigma: float, rate: Sampling) -> float:
+    """Return a number that is at least the total variation of a step or an epoch."""
+    whole = float(erf(8**-0.5 / sigma))
+    if not isinstance(rate, RandomAllocation):
+        return rate * whole
+    return min(whole, math.sqrt(math.expm1(sigma**-2) / rate.steps) / 2)  # by the variance
+
+
+def _rank(rate: Sampling) -> float:
+    """Return a number by which samplings are sorted."""
+    return 1.0 + rate.steps if isinstance(rate, RandomAllocation) else rate
+
+
+def _merged(totals: Counter[tuple[float, Sampling]]) -> Counter[tuple[float, Sampling]]:
     """Merge steps of one rate and similar noise, counted at the least noise among them.
 
     Epsilon remains an upper bound, because it falls with the noise. It grows about as
     sigma^-(1 + sigma^-2) for small rates, so this adds at most _MERGED to it.
     """
-    found: Counter[tuple[float, float]] = Counter()
-    least, last = math.inf, math.nan
-    for rate, sigma in sorted((rate, sigma) for sigma, rate in totals):
+    found: Counter[tuple[float, Sampling]] = Counter()
+    least, last = math.inf, cast("Sampling", math.nan)
+    for sigma, rate in sorted(totals, key=lambda part: (_rank(part[1]), part[0])):
         if rate != last or sigma > least * (1 + _MERGED / (1 + least**-2)):
             least, last = sigma, rate
         found[least, rate] += totals[sigma, rate]
@@ -140,11 +174,7 @@ def _numerical_epsilon(
     # At most exp(-z^2 / 2) of a Gaussian is beyond z.
     reach = math.sqrt(2 * (math.log(count) - log_cut))
     few = max(_NODES // max(len(parts) // 64, 1), 256)
-    nodes = [_quadrature(sigma, rate, reach, few) for sigma, rate, _ in parts]
-    steps = np.array([float(steps) for _, _, steps in parts])
-    losses = np.stack([loss for loss, _, _ in nodes])  # [part, node]
-    removed = _Losses(steps, losses, np.stack([weight for _, weight, _ in nodes]))
-    added = _Losses(steps, -losses, np.stack([weight for _, _, weight in nodes]))
+    removed, added = (_planned(parts, reach, few, added) for added in (False, True))
     found = _one_way(parts, removed, False, reach, math.log(delta), error, 0.0)
     if found < math.inf:
         found = _one_way(parts, added, True, reach, math.log(delta), error, found)
@@ -219,6 +249,33 @@ def _quadrature(
     loss = _loss(at, sigma, rate)
     inside = out + loss
     return loss, inside - logsumexp(inside), out
+
+
+def _planned(parts: tuple[Part, ...], reach: float, nodes: int, added: bool) -> _Losses:
+    """Return the losses of all parts in one direction on a quadrature."""
+    losses, weights = [], []
+    for sigma, rate, _ in parts:
+        if isinstance(rate, RandomAllocation):
+            found, masses, _ = _law(sigma, rate, reach, added)
+            masses = masses.reshape(nodes, -1).sum(-1)
+            with np.errstate(divide="ignore"):
+                weights.append(np.log(masses / masses.sum()))
+            losses.append(found.reshape(nodes, -1).mean(-1))
+            continue
+        loss, inside, out = _quadrature(sigma, rate, reach, nodes)
+        losses.append(-loss if added else loss)
+        weights.append(out if added else inside)
+    steps = np.array([float(steps) for _, _, steps in parts])
+    return _Losses(steps, np.stack(losses), np.stack(weights))
+
+
+def _law(sigma: float, rate: RandomAllocation, reach: float, added: bool) -> Law:
+    """Return the losses of an epoch, of which a negligible share of delta counts as infinite.
+
+    The share is rounded to a power of ten, because a longer run then finds the same law in the cache.
+    """
+    log_tail = math.log(_LOST_IN_EPOCHS) - _CUT - reach**2 / 2
+    return epoch_law(sigma, rate.steps, 10.0 ** math.floor(log_tail / math.log(10)), added)
 
 
 class _Losses:
@@ -474,7 +531,7 @@ def _composed(
 
 @lru_cache(maxsize=1)  # both parts of a delta use it
 def _step_on_mesh(
-    sigma: float, rate: float, reach: float, mesh: float, added: bool
+    sigma: float, rate: Sampling, reach: float, mesh: float, added: bool
 ) -> tuple[int, np.ndarray, float]:
     """Return a pair on the points of a mesh that dominates the pair of one step.
 
@@ -485,6 +542,8 @@ def _step_on_mesh(
         (number of the first point, logarithm of the masses there [point], logarithm of the mass of
         infinite losses), under P. If `added`, under Q and for the negated losses.
     """
+    if isinstance(rate, RandomAllocation):
+        return _epoch_on_mesh(_law(sigma, rate, reach, added), mesh)
     lowest, highest = _loss(np.array([-reach * sigma, 1 + reach * sigma]), sigma, rate) / mesh
     low, high = min(math.floor(lowest), -1), max(math.ceil(highest), 1)
     points = mesh * np.arange(low, high + 1)
@@ -508,3 +567,12 @@ def _step_on_mesh(
     if added:
         return -high, (masses - points)[::-1].copy(), float(nothing)
     return low, masses, float(infinite)
+
+
+def _epoch_on_mesh(law: Law, mesh: float) -> tuple[int, np.ndarray, float]:
+    """Return what `_step_on_mesh` returns, for an epoch whose losses are discrete."""
+    low = min(math.floor(law.losses[0] / mesh), -1)
+    points = max(math.ceil(law.losses[-1] / mesh), 1) - low + 1
+    masses = on_losses(law.losses, law.masses, mesh * low, mesh, points)
+    with np.errstate(divide="ignore"):
+        return low, np.log(masses), float(np.log(law.infinite))

@@ -53,11 +53,24 @@ class Sums:
         masses[-begin] = -masses.sum()
         tail = wrapped(np.where(large, masses, 0.0), begin, self.length)
         masses = wrapped(np.where(large, 0.0, masses), begin, self.length)
+        self.add_masses(masses, tail if rare else None, steps, unit)
+
+    def add_masses(
+        self, masses: np.ndarray, tail: np.ndarray | None, steps: int, unit: float
+    ) -> None:
+        """Add `steps` steps with these masses, and rare ones if they are wanted, [length] each.
+
+        Args:
+            masses: masses of the losses that are not rare, minus 1 at a loss of zero.
+            tail: masses of rare losses.
+            steps: number of steps.
+            unit: rounding of a transform relative to its norm.
+        """
         change = rfft(masses)
         size_of = np.maximum(np.abs(1 + change), 1e-300)
         self.exponent += steps * log1p(change)
         self.doubt += steps * unit * (np.linalg.norm(masses) / size_of + np.abs(change))
-        if rare:
+        if tail is not None:
             ratio = rfft(tail) / np.where(np.abs(1 + change) < 1e-300, 1e-300, 1 + change)
             self.more += steps * log1p(ratio)
             self.rare_doubt += steps * unit * (np.linalg.norm(tail) / size_of + np.abs(ratio))
@@ -131,3 +144,19 @@ def log_difference(large: np.ndarray, small: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         found: np.ndarray = large + np.log(-np.expm1(np.minimum(small - large, 0.0)))
     return np.where(np.isneginf(large), -math.inf, found)
+
+
+def on_losses(
+    losses: np.ndarray, masses: np.ndarray, start: float, mesh: float, points: int
+) -> np.ndarray:
+    """Return masses at the points start, start + mesh, ..., which dominate these, [point].
+
+    The mass of a loss is split between its two neighbors, with unchanged mass under both distributions.
+    A loss below `start` becomes `start`.
+
+    Source: Doroshenko et al. 2022 ("connect the dots").
+    """
+    places = np.maximum(losses - start, 0.0)
+    cells = np.minimum((places / mesh).astype(np.int64), points - 2)
+    up = np.clip(np.expm1(mesh * cells - places) / math.expm1(-mesh), 0.0, 1.0) * masses
+    return np.bincount(cells, masses - up, points) + np.bincount(cells + 1, up, points)
