@@ -359,12 +359,12 @@ class _Level:
             sums.add_masses(
                 wrapped(small, 0, self.length), wrapped(large, 0, self.length), kind.count, unit
             )
-        change, doubt = sums.change(unit, rare=True)
+        change, error = sums.change(unit, rare=True)
         with np.errstate(over="ignore", invalid="ignore"):
             weights = np.exp(sums.moment - tilt * self.mesh * numbers)
             masses = irfft(change, self.length)[numbers % self.length] * weights
-            rounding = np.linalg.norm(doubt) / math.sqrt(len(doubt)) * np.linalg.norm(weights)
-        return np.maximum(masses, 0.0), float(rounding)
+            rounding = error * float(np.linalg.norm(weights))
+        return np.maximum(masses, 0.0), rounding
 
     def _keep(self, numbers: np.ndarray, masses: np.ndarray) -> None:
         offset = self.begin * self.term.steps

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -70,6 +70,12 @@ _LOST_IN_EPOCHS = 1e-5
 """Share of delta in large losses of random allocations, which count as infinite."""
 _LEAST_OF_EPOCHS = 0.25
 """Least noise for which a random allocation is more private than a full batch per epoch, in effect."""
+_SEPARATE, _PLANS = 4, 8
+"""Number of parts up to which their transforms are kept for the next step, and of plans kept."""
+_MINOR = 0.85
+"""Share of the first direction's epsilon up to which the second does not matter."""
+_LOOSE = math.log(3e-3)
+"""Logarithm of the share of delta that may be rounding in a plan for more steps."""
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-3, 1e7, 1e-30
 """Limits of float64's precision. Beyond them epsilon is that of a full batch, of this noise, or of this
 rate, which are upper bounds."""
@@ -170,16 +176,69 @@ def _numerical_epsilon(
     parts: tuple[Part, ...], delta: float, error: float | None, log_cut: float
 ) -> float:
     """Return epsilon of the parts, cached because runs and searches repeat the same request."""
+    log_delta = math.log(delta)
+    # No more than if every batch were full.
+    full = gaussian_epsilon(math.hypot(*(n**0.5 / s for s, _, n in parts)), delta)
+    found = None
+    if len(parts) <= _SEPARATE:
+        ahead = tuple((sigma, rate, _ahead(steps)) for sigma, rate, steps in parts)
+        planned = _plan(ahead, delta, error, log_cut)
+        found = planned.after([steps for _, _, steps in parts], log_delta)
+    if found is None:
+        found = _plan(parts, delta, error, log_cut).epsilon
+    return min(found, full)
+
+
+def _ahead(steps: int) -> int:
+    """Round a number of steps up by at most a third, so a run needs few plans."""
+    unit = 1 << max(steps.bit_length() - 2, 0)
+    return -(-steps // unit) * unit
+
+
+class _Plan(NamedTuple):
+    """Compositions of a run in both directions, which give epsilon for any numbers of steps."""
+
+    epsilon: float
+    removed: list[_Composition]
+    added: list[_Composition]
+    fine: bool
+    """Whether the second direction is as tight as the first. Otherwise it is known to matter less."""
+
+    def after(self, steps: Sequence[int], log_delta: float) -> float | None:
+        """Return epsilon after these numbers of steps of the parts, or None if it needs another plan.
+
+        It is an upper bound for any numbers, and tight for those that are not much smaller than planned.
+        """
+        if self.epsilon == math.inf:
+            return None
+        found = []
+        for way in (self.removed, self.added):
+            curves = [one.curve(steps) for one in way]
+            solved = _solved(curves, log_delta)
+            if solved is None or any(
+                curve.loose(solved[0]) > log_delta + _LOOSE for curve in curves
+            ):
+                return None
+            found.append(solved[0])
+        removed, added = found
+        return max(removed, added) if self.fine or added <= removed else None
+
+
+@lru_cache(maxsize=_PLANS)
+def _plan(
+    parts: tuple[Part, ...], delta: float, error: float | None, log_cut: float
+) -> _Plan:  # fmt: skip
+    """Return the compositions of the parts, cached because the next step of a run needs the same."""
     count = sum(steps for _, _, steps in parts)
     # At most exp(-z^2 / 2) of a Gaussian is beyond z.
     reach = math.sqrt(2 * (math.log(count) - log_cut))
     few = max(_NODES // max(len(parts) // 64, 1), 256)
     removed, added = (_planned(parts, reach, few, added) for added in (False, True))
-    found = _one_way(parts, removed, False, reach, math.log(delta), error, 0.0)
-    if found < math.inf:
-        found = _one_way(parts, added, True, reach, math.log(delta), error, found)
-    # No more than if every batch were full.
-    return min(found, gaussian_epsilon(math.hypot(*(n**0.5 / s for s, _, n in parts)), delta))
+    found, first = _one_way(parts, removed, False, reach, math.log(delta), error, 0.0)
+    if found == math.inf:
+        return _Plan(math.inf, [], [], False)
+    other, second = _one_way(parts, added, True, reach, math.log(delta), error, found)
+    return _Plan(max(found, other), first, second, other > _MINOR * found)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -390,8 +449,10 @@ class _Losses:
 def _one_way(
     parts: tuple[Part, ...], losses: _Losses, added: bool, reach: float, log_delta: float,
     error: float | None, least: float,
-) -> float:  # fmt: skip
-    """Return epsilon in one direction, at least `least`, or inf if float64 carries no composition.
+) -> tuple[float, list[_Composition]]:  # fmt: skip
+    """Return (epsilon, compositions) in one direction. Epsilon is inf if float64 carries none.
+
+    It is not tight if it is far below `least`.
 
     delta is the sum of two parts, from compositions without a large loss and from those with one. The
     rounding of the second is small relative to its own small mass, and the first has no tail to hide.
@@ -407,6 +468,7 @@ def _one_way(
     tolerance = _TOLERANCE if len(parts) <= _MANY else 10 * _TOLERANCE
     slope, found = losses.first_tilt(log_delta)
     best, mesh, further = math.inf, math.inf, 0.0
+    kept: list[_Composition] = []
     for attempt in range(_ROUNDS):
         scale = max(found, least, _NATURAL / slope)
         # The first order of the mesh's error ends at about a tenth.
@@ -420,29 +482,61 @@ def _one_way(
         finest = max(widest / _MOST_POINTS, losses.range / _MOST_OF_A_STEP)
         needed = max(finest, min(plan.mesh(slope, wanted) for plan, _, _ in kinds))
         coarse, mesh = mesh > 1.2 * needed, max(min(needed, mesh / 2), finest)
-        curves = [
+        composed = [
             _composed(parts, added, reach, mesh, window, tilt, bulk, rare=rare)
             for (_, rare, _), tilt, window in zip(kinds, tilts, windows, strict=True)
         ]
+        curves = [one.curve([steps for _, _, steps in parts]) for one in composed]
         before, now = found, _solved(curves, log_delta)
         if now is not None:
             found, slope = now[0], now[1] or slope
-            best = min(best, found)
-            if best <= least or (not coarse and abs(before - found) <= 2 * wanted):
+            if found <= best:
+                best, kept = found, composed
+            if best <= _MINOR * least or (not coarse and abs(before - found) <= 2 * wanted):
                 break
             if mesh <= 1.2 * finest:
                 break
         else:  # delta is larger in the whole window, because the mesh widened the losses too much
             mesh, further = mesh / 4, 2 * further + 1
-    return max(best, least)
+    return best, kept
 
 
-class _Curve(NamedTuple):
-    """log delta of a composition at epsilons `first` * mesh, (`first` + 1) * mesh, ..., falling."""
+class _Curve:
+    """log delta of a composition at epsilons `first` * mesh, (`first` + 1) * mesh, ..., falling.
 
-    first: int
-    mesh: float
-    log_delta: np.ndarray
+    Args:
+        composition: its window, mesh and tilt.
+        masses: tilted masses at the points of the mesh, [length].
+        moment: logarithm by which they are multiplied.
+        hidden: logarithm of their rounding, which is tilted as they are.
+        outside: logarithm of the mass of infinite losses.
+    """
+
+    def __init__(
+        self, composition: _Composition, masses: np.ndarray, moment: float, hidden: float,
+        outside: float,
+    ) -> None:  # fmt: skip
+        self.first, self.mesh, self.length = composition.first, composition.mesh, len(masses)
+        self._tilt, self._weights = composition.tilt, composition.weights
+        self._masses, self._moment = masses, moment
+        self._hidden, self._outside = hidden, outside
+        self._known: dict[int, float] = {}
+
+    def log_delta(self, number: int) -> float:
+        """Return log delta at a point, sum_l P(l) (1 - exp(eps - l)) over the losses l above it."""
+        if number >= self.length - 1:
+            return self._outside
+        if number not in self._known:
+            above = float(self._masses[number:] @ self._weights[: self.length - number])
+            found = math.log(above) if above > 0 else -math.inf
+            found = self._moment + float(np.logaddexp(found, self._hidden))
+            found -= self._tilt * self.mesh * (self.first + number)
+            self._known[number] = float(np.logaddexp(found, self._outside))
+        return self._known[number]
+
+    def loose(self, eps: float) -> float:
+        """Return the logarithm of the part of delta that is rounding or infinite losses."""
+        return max(self._moment + self._hidden - self._tilt * eps, self._outside)
 
     def at(self, eps: float) -> float:
         """Return an upper bound of log delta, linear in exp(eps) between two points of the mesh."""
@@ -450,9 +544,9 @@ class _Curve(NamedTuple):
         number = before - self.first
         if number < 0:
             return math.inf
-        if number >= len(self.log_delta) - 1:
-            return float(self.log_delta[-1])
-        high, low = self.log_delta[number : number + 2]
+        high, low = self.log_delta(number), self.log_delta(number + 1)
+        if not high > low:
+            return high
         share = math.exp(log_expm1(eps - before * self.mesh) - log_expm1(self.mesh))
         if not 0 < share < 1:  # by rounding
             return float(low if share >= 1 else high)
@@ -465,7 +559,7 @@ def _solved(curves: list[_Curve], log_delta: float) -> tuple[float, float] | Non
     def total(eps: float) -> float:
         return float(np.logaddexp.reduce([curve.at(eps) for curve in curves]))
 
-    low, high = 0.0, max((c.first + len(c.log_delta)) * c.mesh for c in curves)
+    low, high = 0.0, max((c.first + c.length) * c.mesh for c in curves)
     if total(low) <= log_delta:
         return 0.0, 0.0
     if total(high) > log_delta:
@@ -477,16 +571,57 @@ def _solved(curves: list[_Curve], log_delta: float) -> tuple[float, float] | Non
     return high, max((total(high) - total(high + mesh)) / mesh, 0.0)
 
 
-def _composed(
-    parts: tuple[Part, ...], added: bool, reach: float, mesh: float,
-    window: tuple[float, float, float], tilt: float, bulk: float, *, rare: bool,
-) -> _Curve:  # fmt: skip
-    """Return delta of the composition at the points of a mesh in a window of losses.
+class _Composition(NamedTuple):
+    """Transforms of the tilted losses of one step of each part, on a mesh and in a window.
 
     The masses are multiplied by exp(tilt L) before the transform and divided by it afterwards. The
     rounding of float64 is then small relative to the masses around the window's center, however small
     delta is. Mass outside of the window wraps around into it, where it is counted in addition. Mass
     above the window also counts as infinite (Chernoff's bound).
+    """
+
+    steps: list[Sums]
+    """One step of each part, or all steps of all parts."""
+    first: int
+    length: int
+    mesh: float
+    tilt: float
+    weights: np.ndarray
+    """exp(-tilt l) (1 - exp(-l)) at the points l = 0, mesh, 2 mesh, ..., [length]."""
+    bounds: np.ndarray
+    """Tilts of Chernoff's bound."""
+    rare: bool
+
+    def curve(self, steps: Sequence[int]) -> _Curve:
+        """Return delta after these numbers of steps of the parts."""
+        counts = steps if len(self.steps) == len(steps) else [1]
+        sums = Sums.of_steps(self.steps, counts, rare=self.rare)
+        change, rounding = sums.change(_unit(self.length), rare=self.rare)
+        masses = irfft(change, self.length)
+        if not self.rare:
+            masses[0] += 1
+        masses = np.maximum(np.roll(masses, -self.first % self.length), 0.0)
+        infinite = math.log(sums.infinite) if sums.infinite else -math.inf
+        top = (self.first + self.length - 1) * self.mesh
+        outside = float(np.logaddexp(float((sums.above - self.bounds * top).min()), infinite))
+        # By Cauchy and Schwarz, from the masses above a point and their weights exp(-tilt (l - point)).
+        hidden = math.log(1e-300 + rounding)
+        hidden += min(math.log(self.length), -log_expm1(2 * self.tilt * self.mesh)) / 2
+        if math.isnan(float(masses.sum()) + sums.moment + hidden + outside):
+            raise ArithmeticError("the composition is not a number")
+        return _Curve(self, masses, sums.moment, hidden, outside)
+
+
+def _unit(length: int) -> float:
+    """Return the rounding of a Fourier transform relative to its norm."""
+    return sys.float_info.epsilon * math.log2(2 * length)
+
+
+def _composed(
+    parts: tuple[Part, ...], added: bool, reach: float, mesh: float,
+    window: tuple[float, float, float], tilt: float, bulk: float, *, rare: bool,
+) -> _Composition:  # fmt: skip
+    """Return the composition at the points of a mesh in a window of losses.
 
     Args:
         window: lowest and highest loss, and the tilt of Chernoff's bound.
@@ -495,38 +630,22 @@ def _composed(
     """
     first, last = math.floor(window[0] / mesh) - 2, math.ceil(window[1] / mesh) + 8
     length = next_fast_len(last - first + 1, real=True)
-    top, unit = (first + length - 1) * mesh, sys.float_info.epsilon * math.log2(2 * length)
     bounds = window[2] / np.array([1.0, 4.0])
-    sums = Sums.of(length, len(bounds))
+    separate = len(parts) <= _SEPARATE
+    kept: list[Sums] = []
     for sigma, rate, steps in parts:
+        if separate or not kept:
+            kept.append(Sums.of(length, len(bounds)))
+        count = 1 if separate else steps
         begin, masses, lost = _step_on_mesh(sigma, rate, reach, mesh, added)
-        sums.add(begin, masses.copy(), steps, mesh, tilt, bulk, bounds, unit, rare=rare)
+        kept[-1].add(
+            begin, masses.copy(), count, mesh, tilt, bulk, bounds, _unit(length), rare=rare
+        )
         if rare or bulk == math.inf:
-            sums.infinite += steps * math.exp(lost)
-    change, doubt = sums.change(unit, rare=rare)
-    rounding = 1e-300 + float(np.linalg.norm(doubt)) / math.sqrt(len(doubt))  # of all, Parseval
-    masses = irfft(change, length)
-    if not rare:
-        masses[0] += 1
-    masses = np.roll(masses, -first % length)
-    with np.errstate(divide="ignore"):
-        masses = np.log(np.maximum(masses, 0.0))
-    at = mesh * np.arange(first, first + length)
-    # delta(l) - delta(l + mesh) = (exp(l + mesh) - exp(l)) Q(losses above l), all relative to a center.
-    center = (window[0] + window[1]) / 2
-    masses -= (1 + tilt) * (at - center)
-    masses = np.logaddexp.accumulate(masses[::-1])[:-1] + (at[-2::-1] - center)
-    masses = np.logaddexp.accumulate(masses)[::-1]  # [length - 1], of all points but the last
-    masses += sums.moment - tilt * center + log_expm1(mesh)
-    infinite = math.log(sums.infinite) if sums.infinite else -math.inf
-    outside = np.logaddexp(float((sums.above - bounds * top).min()), infinite)
-    masses = np.logaddexp(np.append(masses, -math.inf), outside)
-    # By Cauchy and Schwarz, from the masses above a point and their weights exp(-tilt (l - point)).
-    hidden = math.log(rounding) + min(math.log(length), -log_expm1(2 * tilt * mesh)) / 2
-    masses[:-1] = np.logaddexp(masses[:-1], sums.moment + hidden - tilt * at[:-1])
-    if np.isnan(masses).any():
-        raise ArithmeticError("the composition is not a number")
-    return _Curve(first, mesh, masses)
+            kept[-1].infinite += count * math.exp(lost)
+    at = mesh * np.arange(length)
+    weights = np.exp(-tilt * at) * -np.expm1(-at)
+    return _Composition(kept, first, length, mesh, tilt, weights, bounds, rare)
 
 
 @lru_cache(maxsize=1)  # both parts of a delta use it

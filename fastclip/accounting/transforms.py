@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.fft import rfft
 from scipy.special import log_ndtr
+
+_DEAD = -50.0
+"""Logarithm of a characteristic function below which it is far below float64's rounding of 1."""
 
 
 @dataclass
@@ -32,6 +36,22 @@ class Sums:
         size = length // 2 + 1
         complexes, floats = (np.zeros(size, dtype=kind) for kind in (complex, float))
         return cls(complexes, complexes.copy(), floats, floats.copy(), np.zeros(bounds), length)
+
+    @classmethod
+    def of_steps(cls, steps: Sequence[Sums], counts: Sequence[int], *, rare: bool) -> Sums:
+        """Return the sums of `counts` steps of each kind, from those of one step."""
+        first = steps[0]
+        found = cls.of(first.length, len(first.above))
+        for one, count in zip(steps, counts, strict=True):
+            found.exponent += count * one.exponent
+            found.doubt += count * one.doubt
+            if rare:
+                found.more += count * one.more
+                found.rare_doubt += count * one.rare_doubt
+            found.above += count * one.above
+            found.moment += count * one.moment
+            found.infinite += count * one.infinite
+        return found
 
     def add(
         self, begin: int, masses: np.ndarray, steps: int, mesh: float, tilt: float, bulk: float,
@@ -75,20 +95,30 @@ class Sums:
             self.more += steps * log1p(ratio)
             self.rare_doubt += steps * unit * (np.linalg.norm(tail) / size_of + np.abs(ratio))
 
-    def change(self, unit: float, *, rare: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the characteristic function minus 1, or the change by rare losses, and its error."""
-        exponent, more = self.exponent, self.more
+    def change(self, unit: float, *, rare: bool) -> tuple[np.ndarray, float]:
+        """Return the characteristic function minus 1, or the change by rare losses, and its error.
+
+        The error is that of its inverse transform, the norm over all points (Parseval).
+        """
+        exponent, more, dead = self.exponent, self.more, 0.0 if rare else -1.0
+        found = np.full(len(exponent), dead, dtype=complex)
         if rare:
+            grown = (exponent + more).real
+            live = np.flatnonzero(np.maximum(exponent.real, grown) > _DEAD)
+            exponent, more = exponent[live], more[live]
             small = more.real < 1
-            change = np.where(
+            found[live] = np.where(
                 small, np.exp(exponent) * expm1(np.where(small, more, 0)),
                 np.exp(exponent + more) - np.exp(exponent),
             )  # fmt: skip
-            doubt = np.abs(change) * self.doubt + np.exp((exponent + more).real) * self.rare_doubt
+            doubt = np.exp(grown) * self.rare_doubt
+            doubt[live] += np.abs(found[live]) * self.doubt[live]
         else:
-            change = expm1(exponent)
+            live = np.flatnonzero(exponent.real > _DEAD)
+            found[live] = expm1(exponent[live])
             doubt = np.exp(exponent.real) * self.doubt
-        return change, np.hypot(doubt, unit * np.abs(change))
+        error = float(np.linalg.norm(doubt)), unit * float(np.linalg.norm(found))
+        return found, math.hypot(*error) / math.sqrt(len(found))
 
 
 def logsumexp(logs: np.ndarray, *, keepdims: bool = False) -> np.ndarray:
