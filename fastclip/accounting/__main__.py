@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.attack import RATES, Attack, draw_attack, in_words, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier, planned_steps
 from fastclip.accounting.epsilon import history
@@ -60,8 +61,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="M",
         help="larger sampled batches are truncated to M random samples; needs --accountant pld",
     )
+    add(
+        "--allocation",
+        type=int,
+        metavar="K",
+        help="random allocation instead of Poisson sampling: each sample is in exactly K batches of "
+        "an epoch of K / q steps; needs --accountant prv or pld",
+    )
     length = command.add_mutually_exclusive_group(required=True)
-    length.add_argument("--epochs", type=float, help="length as passes of 1 / q steps")
+    length.add_argument(
+        "--epochs",
+        type=float,
+        help="length as passes of 1 / q steps, or of K / q steps with --allocation K",
+    )
     length.add_argument("--steps", type=int, help="length in real steps")
     add(
         "--delta",
@@ -172,6 +184,8 @@ def _rate(given: argparse.Namespace) -> Rate:
     batch = whole("--batch-size", given.batch_size, 1)
     if batch > samples:
         raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}.")
+    if given.allocation is not None:
+        return _allocation(given, samples / batch)
     if given.max_batch_size is None:
         return batch / samples
     most = whole("--max-batch-size", given.max_batch_size, 1)
@@ -183,6 +197,19 @@ def _rate(given: argparse.Namespace) -> Rate:
             doc="unsupported-options",
         )
     return cut
+
+
+def _allocation(given: argparse.Namespace, pass_: float) -> RandomAllocation:
+    """Return the random allocation of an epoch, for 1 / q steps of a pass."""
+    times = whole("--allocation", given.allocation, 1)
+    for option in ("max_batch_size", "trials"):
+        if getattr(given, option) is not None:
+            raise ArgumentError(
+                f"--{option.replace('_', '-')} and --allocation together have no known accounting. Omit "
+                "one of them.",
+                doc="unsupported-options",
+            )
+    return RandomAllocation(max(times, round(times * pass_)), times)
 
 
 def _answer(given: argparse.Namespace, rate: Rate, delta: float) -> tuple[Forecast, Attack | None]:

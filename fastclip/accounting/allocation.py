@@ -126,6 +126,19 @@ class Law(NamedTuple):
     infinite: float
     """Mass of infinite losses."""
 
+    def on_mesh(self, mesh: float) -> tuple[int, np.ndarray, float]:
+        """Return losses at multiples of `mesh` that dominate these.
+
+        Returns:
+            (number of the first point, logarithm of the masses there [point], logarithm of the mass of
+            infinite losses).
+        """
+        low = min(math.floor(self.losses[0] / mesh), -1)
+        points = max(math.ceil(self.losses[-1] / mesh), 1) - low + 1
+        masses = on_losses(self.losses, self.masses, mesh * low, mesh, points)
+        with np.errstate(divide="ignore"):
+            return low, np.log(masses), float(np.log(self.infinite))
+
 
 @lru_cache(maxsize=256)
 def epoch_law(sigma: float, steps: int, tail: float, added: bool) -> Law:

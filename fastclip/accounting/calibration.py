@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.epsilon import (
     check_constant_noise,
     checked,
@@ -50,8 +51,10 @@ def find_noise_multiplier(
     Args:
         target_epsilon: epsilon of the budget.
         target_delta: delta of the budget.
-        sample_rate: q in (0, 1], which is 1 / len(data_loader) in Opacus, or a TruncatedPoisson.
-        epochs: length in passes over the data, `steps_of(sample_rate, epochs)` steps.
+        sample_rate: q in (0, 1], which is 1 / len(data_loader) in Opacus, a TruncatedPoisson,
+            or a RandomAllocation.
+        epochs: length in passes over the data, `steps_of(sample_rate, epochs)` steps. With a
+            RandomAllocation in epochs of its t steps.
         steps: length in real steps. Pass either epochs or steps.
         schedule: schedule of the noise multiplier during the run.
         accountant: "prv", "pld" or "rdp", or "gdp" for constant noise.
@@ -133,8 +136,10 @@ def planned_steps(sample_rate: Rate, epochs: float | None, steps: int | None) ->
         raise ArgumentError(f"Expected either epochs or steps, got epochs={epochs}, steps={steps}.")
     if steps is not None:
         return whole("steps", steps, 1)
-    rate = probability(checked_rate(sample_rate))
-    return steps_of(rate, positive("epochs", epochs))
+    rate, passes = checked_rate(sample_rate), positive("epochs", epochs)
+    if isinstance(rate, RandomAllocation):
+        return in_passes(rate.steps, passes)
+    return steps_of(probability(rate), passes)
 
 
 def _search(

@@ -2,13 +2,13 @@
 
 A history is a list of (noise multiplier, sample rate, number of steps), as in Opacus' accountants. Each
 step is a Poisson-subsampled Gaussian mechanism, and the entries compose adaptively. A TruncatedPoisson
-may replace a rate.
+may replace a rate. With a RandomAllocation the entry holds epochs instead of steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, R
 from opacus.accountants.analysis.gdp import compute_mu_poisson, compute_mu_uniform
 
 import fastclip.accounting.pld  # noqa: F401  # create_accountant("pld")
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.numerical import gaussian_epsilon, numerical_epsilon
 from fastclip.accounting.rdp import opacus_epsilon
 from fastclip.accounting.steps import Entry, History, Rate, check_not_truncated, checked_rate, runs
@@ -136,12 +137,14 @@ def history(
     Args:
         schedule: sigma_t = noise_multiplier * schedule.factor(t).
         noise_multiplier: sigma_1, the total multiplier of the first step, or 0 for no noise.
-        sample_rate: q in (0, 1], the probability of each sample to be in a logical batch, or a
-            TruncatedPoisson.
+        sample_rate: q in (0, 1], the probability of each sample to be in a logical batch, a
+            TruncatedPoisson, or a RandomAllocation.
         steps: number of real steps.
 
     Returns:
-        (sigma, q, number of steps) in order, adjacent equal entries merged as step() does.
+        (sigma, q, number of steps) in order, adjacent equal entries merged as step() does. With a
+        RandomAllocation (sigma, allocation, number of epochs), at the least noise of each epoch. A
+        last epoch that is not complete counts in full.
 
     Raises:
         ArgumentError: for a value out of range.
@@ -149,14 +152,36 @@ def history(
     sigma = multiplier("noise_multiplier", noise_multiplier)
     rate = checked_rate(sample_rate)
     stages = schedule.runs(whole("steps", steps, 0))
+    if isinstance(rate, RandomAllocation):
+        stages = _by_epoch(stages, rate.steps)
     return runs((sigma * factor, rate, length) for factor, length in stages)
+
+
+def _by_epoch(stages: Iterable[tuple[float, int]], steps: int) -> Iterator[tuple[float, int]]:
+    """Yield (least factor, epochs) of stages (factor, length), for epochs of `steps` steps."""
+    least, taken = math.inf, 0
+    for factor, length in stages:
+        left = length
+        while left:
+            if not taken and left >= steps:
+                yield factor, left // steps
+                left %= steps
+                continue
+            more = min(steps - taken, left)
+            least, taken, left = min(least, factor), (taken + more) % steps, left - more
+            if not taken:
+                yield least, 1
+                least = math.inf
+    if taken:
+        yield least, 1
 
 
 def epsilon(history: History, delta: float, accountant: str = "prv", **options: Any) -> float:
     """Return epsilon of a history at `delta`, by one of Opacus' accountants.
 
     Formal guarantee: the run is (epsilon, delta)-DP for neighbors that differ by one added or
-    removed sample, if every batch is a Poisson sample of its public rate q. If q and B follow from the
+    removed sample, if every batch is a Poisson sample of its public rate q, or every epoch a random
+    allocation. If q and B follow from the
     number of samples, one sample is zeroed out instead. "prv" and "pld" give the tight value, rounded up
     by at most 1 % for epsilon up to 20 and 5 % up to 100. Beyond 100 they are upper bounds without a
     promise of tightness. "rdp" is a looser upper bound. "gdp" is an approximation that can be too small.
@@ -165,7 +190,8 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
         history: (noise multiplier, sample rate, steps) entries.
         delta: in (0, 1).
         accountant: "prv", "pld" (the same, and through the library dp-accounting also for a
-            TruncatedPoisson), "rdp", "gdp" or another mechanism registered with Opacus.
+            TruncatedPoisson), "rdp", "gdp" or another mechanism registered with Opacus. Only "prv" and
+            "pld" support a RandomAllocation.
         options: options of the accountant's get_epsilon. `eps_error` is how far above the tight value
             "prv" and "pld" may be. Others are `delta_error` and `alphas`.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.epsilon import NoiseLevels, epsilon, history, split
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.steps import Entry, Rate, TruncatedPoisson, encoded, probability
@@ -84,7 +85,7 @@ def forecast(
         steps: as in `history`.
         delta: in (0, 1).
         accountant: accountant of the total. "rdp" and "prv" are computed as well, or NaN if they
-            cannot compose the run. They are left out for truncated batches.
+            cannot compose the run. They are left out if they do not support the sampling.
         count_noise_ratio: as in `split`.
         trials: number of runs of a hyperparameter search, or None for a single run.
 
@@ -92,11 +93,16 @@ def forecast(
         ArgumentError: for a value out of range, or one that an accountant cannot handle.
     """
     entries = history(schedule, noise_multiplier, sample_rate, steps)
-    others = () if isinstance(sample_rate, TruncatedPoisson) else COLUMNS
+    others = [
+        name for name in COLUMNS
+        if not isinstance(sample_rate, TruncatedPoisson)
+        and (name == "prv" or not isinstance(sample_rate, RandomAllocation))
+    ]  # fmt: skip
     columns = dict.fromkeys((*others, accountant))
+    each = sample_rate.steps if isinstance(sample_rate, RandomAllocation) else 1
     stages = [
         Stage(
-            entry[2],
+            entry[2] * each,
             split(entry[0], count_noise_ratio),
             {
                 name: _spent(entries[: end + 1], delta, name, asked=name == accountant)
@@ -123,8 +129,11 @@ def table(planned: Forecast) -> str:
         for number, stage in enumerate(planned.stages, 1)
     ]
     lines = [*_aligned([head, *rows]), ""]
+    sampling = f"sample rate {probability(planned.sample_rate):.6g}"
+    if isinstance(planned.sample_rate, RandomAllocation):
+        sampling = f"{planned.sample_rate.times} of {planned.sample_rate.steps} steps of an epoch"
     lines.append(
-        f"{planned.steps} steps at sample rate {probability(planned.sample_rate):.6g}: "
+        f"{planned.steps} steps at {sampling}: "
         f"epsilon = {planned.epsilon:.4f} ({planned.accountant}) at delta = {planned.delta:.3g}"
     )
     if planned.tuned:

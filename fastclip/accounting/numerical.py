@@ -1,5 +1,7 @@
 """Tight epsilon of composed Poisson-subsampled Gaussian steps, by their privacy loss distribution.
 
+An epoch of random allocation is composed in the same way (fastclip.accounting.allocation).
+
 The loss L = log P/Q of a step is put on a mesh whose points dominate it. The composition is a product
 of Fourier transforms, and all truncated mass counts as delta. Epsilon is therefore an upper bound for
 any mesh. The mesh only decides how tight it is, and is chosen from its error.
@@ -32,7 +34,6 @@ from fastclip.accounting.transforms import (
     log_expm1,
     log_mass,
     logsumexp,
-    on_losses,
 )
 from fastclip.core.checks import between, positive
 
@@ -116,7 +117,9 @@ def numerical_epsilon(
     totals: Counter[tuple[float, Sampling]] = Counter()
     variation = 0.0  # at least the run's total variation
     for sigma, rate, steps in history:
-        for part, count in _parts(sigma, rate):
+        for part, count in samplings(sigma, rate):
+            if not isinstance(part, RandomAllocation):
+                part = max(part, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0
             variation += steps * count * _variation(sigma, part)
             totals[min(sigma, _MOST_NOISE), part] += steps * count
     if variation <= delta:
@@ -134,10 +137,10 @@ def numerical_epsilon(
     return _numerical_epsilon(tuple(parts), delta, error, log_cut)
 
 
-def _parts(sigma: float, rate: Sampling) -> Iterator[tuple[Sampling, int]]:
+def samplings(sigma: float, rate: Any) -> Iterator[tuple[Any, int]]:
     """Yield the samplings whose composition is one step or epoch, and how often each occurs."""
     if not isinstance(rate, RandomAllocation):
-        yield (max(rate, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0), 1
+        yield rate, 1
         return
     for size, count in rate.blocks().items():
         yield (RandomAllocation(size) if size > 1 and sigma >= _LEAST_OF_EPOCHS else 1.0), count
@@ -662,7 +665,7 @@ def _step_on_mesh(
         infinite losses), under P. If `added`, under Q and for the negated losses.
     """
     if isinstance(rate, RandomAllocation):
-        return _epoch_on_mesh(_law(sigma, rate, reach, added), mesh)
+        return _law(sigma, rate, reach, added).on_mesh(mesh)
     lowest, highest = _loss(np.array([-reach * sigma, 1 + reach * sigma]), sigma, rate) / mesh
     low, high = min(math.floor(lowest), -1), max(math.ceil(highest), 1)
     points = mesh * np.arange(low, high + 1)
@@ -686,12 +689,3 @@ def _step_on_mesh(
     if added:
         return -high, (masses - points)[::-1].copy(), float(nothing)
     return low, masses, float(infinite)
-
-
-def _epoch_on_mesh(law: Law, mesh: float) -> tuple[int, np.ndarray, float]:
-    """Return what `_step_on_mesh` returns, for an epoch whose losses are discrete."""
-    low = min(math.floor(law.losses[0] / mesh), -1)
-    points = max(math.ceil(law.losses[-1] / mesh), 1) - low + 1
-    masses = on_losses(law.losses, law.masses, mesh * low, mesh, points)
-    with np.errstate(divide="ignore"):
-        return low, np.log(masses), float(np.log(law.infinite))

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from opacus.accountants import IAccountant, RDPAccountant
 from scipy.stats import binom
 
-from fastclip.accounting.allocation import RandomAllocation
-from fastclip.accounting.numerical import numerical_epsilon
+from fastclip.accounting.allocation import RandomAllocation, epoch_law
+from fastclip.accounting.numerical import numerical_epsilon, samplings
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.steps import (
     Entry,
@@ -54,7 +55,7 @@ class PLDAccountant(IAccountant):
         self.history = []
 
     def step(self, *, noise_multiplier: float, sample_rate: Rate) -> None:
-        """Record one step. `sample_rate` is a number or a TruncatedPoisson."""
+        """Record one step (a number or a TruncatedPoisson), or one epoch (a RandomAllocation)."""
         if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
             noise_multiplier, sample_rate, steps = self.history.pop()
             self.history.append((noise_multiplier, sample_rate, steps + 1))
@@ -181,9 +182,8 @@ def loss_distribution(history: Iterable[Entry], eps_error: float, delta_error: f
     for sigma, rate, steps in history:
         if sigma == 0:
             return None
-        if isinstance(rate, RandomAllocation):
-            steps, rate = steps * rate.times, 1.0  # an upper bound, without amplification
-        totals[sigma, rate] += steps
+        for part, count in samplings(sigma, rate):
+            totals[sigma, part] += steps * count
     # Full batches are one Gaussian mechanism, exactly.
     full = sum(steps / sigma**2 for (sigma, rate), steps in totals.items() if rate == 1)
     parts = [(sigma, rate, steps) for (sigma, rate), steps in totals.items() if rate != 1]
@@ -208,6 +208,8 @@ def _of_a_step(sigma: float, rate: Rate, mesh: float) -> Any:
     def poisson(sigma: float, rate: float, **more: Any) -> Any:
         return library.from_gaussian_mechanism(sigma, sampling_prob=rate, **options, **more)
 
+    if isinstance(rate, RandomAllocation):
+        return _of_an_epoch(sigma, rate, mesh)
     if not isinstance(rate, TruncatedPoisson):
         return poisson(sigma, rate)
     if not rate.at_most:
@@ -227,12 +229,23 @@ def _of_a_step(sigma: float, rate: Rate, mesh: float) -> Any:
     return replaced.compute_mixture(untruncated, full)
 
 
+def _of_an_epoch(sigma: float, rate: RandomAllocation, mesh: float) -> Any:
+    masses = importlib.import_module("dp_accounting.pld.pld_pmf")
+    ways = []
+    for added in (False, True):
+        first, logs, lost = epoch_law(sigma, rate.steps, _TAIL, added).on_mesh(mesh)
+        ways.append(masses.DensePLDPmf(mesh, first, np.exp(logs), math.exp(lost), True))
+    return distributions().PrivacyLossDistribution(*ways)
+
+
 def _check_mesh(parts: list[tuple[float, Rate, int]], mesh: float) -> None:
     """Check that the losses fit into memory, which they do not if there is little noise."""
     book, widest = RDPAccountant(), 0.0
     for sigma, rate, steps in parts:
         if isinstance(rate, TruncatedPoisson):
             sigma = sigma / 2  # at most, if a sample replaces another
+        if isinstance(rate, RandomAllocation):
+            steps *= rate.steps  # about as many steps of Poisson sampling
         widest = max(widest, 2 * (_DEVIATIONS / sigma + 0.5 / sigma**2))
         book.history.append((sigma, probability(rate), steps))
     with quiet_orders():

@@ -11,6 +11,7 @@ import numpy as np
 from scipy import optimize, special, stats
 from torch import Tensor
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.pld import loss_distribution
 from fastclip.accounting.steps import Rate, TruncatedPoisson, probability
 from fastclip.core.checks import between
@@ -407,7 +408,7 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
     def scaled(log_factor: float) -> list[Step]:
         return [(sigma * math.exp(log_factor), rate, steps) for sigma, rate, steps in history]
 
-    most = 1 - math.prod((1 - probability(rate)) ** steps for _, rate, steps in history)
+    most = 1 - math.prod((1 - _participates(rate)) ** steps for _, rate, steps in history)
     if found >= most:
         return math.inf  # even without noise no attacker could find so many
     low, high = _bracket(lambda x: advantage(scaled(x)) - found)
@@ -466,6 +467,11 @@ def p_of_so_few(history: Sequence[Step], right: int, guesses: int) -> float:
     if _truncated(history):
         return 1.0  # the attack is not optimal
     return float(special.bdtr(right, guesses, (1 + advantage(history)) / 2))
+
+
+def _participates(rate: Rate) -> float:
+    """Probability that a sample is in a batch of a step, or of an epoch of a random allocation."""
+    return 1.0 if isinstance(rate, RandomAllocation) else probability(rate)
 
 
 def _truncated(history: Sequence[Step]) -> bool:
