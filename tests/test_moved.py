@@ -100,7 +100,7 @@ def test_an_old_keyword() -> None:
         assert claim.neighbours == claim.neighbors
     with pytest.warns(DeprecationWarning, match="Use max_samples_per_unit"):
         told = PrivacyArguments(1.0, 1e-3, 1.0, unit_ids=ids, max_rows_per_unit=3)
-    assert told.sampling(rows)["max_samples_per_unit"] == 3
+    assert told.sampling_arguments(rows)["max_samples_per_unit"] == 3
 
 
 class Named(UseBackward):

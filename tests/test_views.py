@@ -557,7 +557,7 @@ def test_refusals() -> None:
     for views, error in ((0, ArgumentError), (2.5, ArgumentTypeError), (True, ArgumentTypeError)):
         with pytest.raises(error, match="views"):
             start(views)  # type: ignore[arg-type]
-    with refused("views=2 needs poisson_sampling=True", ArgumentError):
+    with refused("views=2 expects Poisson sampling", ArgumentError):
         start(2, poisson_sampling=False)
     with refused("does not support views", ArgumentError):
         start(2, grad_sample_mode="hooks")

@@ -12,6 +12,7 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.calibration import in_passes
 from fastclip.accounting.ledger import Ledger
 from fastclip.accounting.steps import Entry, Protected, Rate, TruncatedPoisson, runs
@@ -26,6 +27,8 @@ POISSON = "Poisson"
 """Every unit is in a sampled batch independently of all others."""
 TRUNCATED = "truncated Poisson"
 """Poisson sampling, and a batch of more than max_batch_size units is cut to a random subset."""
+ALLOCATED = "random allocation"
+"""Every unit is in one batch of a pass, or in k, chosen uniformly and independently of all others."""
 SHUFFLED = "shuffled"
 """A random order, cut into batches. No unit is drawn independently of the others."""
 GIVEN_ORDER = "given order"
@@ -58,13 +61,15 @@ class SamplingDesign:
     that was added or removed. Otherwise both depend on that number. Neighbors are then data sets of the
     same, public number, one unit of which contributes nothing (zero-out). Truncated batches are those of
     "Tighter Privacy Analysis for Truncated Poisson Sampling" (arXiv 2508.15089), Poisson batches that
-    are cut to a uniformly random subset. Their privacy cost depends on `units`, too.
+    are cut to a uniformly random subset. Their privacy cost depends on `units`, too. If the sampler is
+    ALLOCATED, every unit is in exactly `times` of the `steps` batches of a pass, chosen uniformly and
+    independently of all others and of other passes.
     """
 
     sampler: str
-    """POISSON, TRUNCATED, SHUFFLED, GIVEN_ORDER or STREAM."""
+    """POISSON, TRUNCATED, ALLOCATED, SHUFFLED, GIVEN_ORDER or STREAM."""
     rate: float
-    """q, the largest probability to be in a batch. Without Poisson sampling, 1 / steps."""
+    """q, the largest probability to be in a batch: 1 / steps in an order, times / steps if ALLOCATED."""
     expected_batch_size: float
     """B, the divisor of the noisy sums, in units."""
     steps: int
@@ -87,6 +92,8 @@ class SamplingDesign:
     """Drawn from cryptographic randomness."""
     readers: int = 1
     """Number of workers that read a stream in parallel. Each may bring every sample."""
+    times: int = 1
+    """Number of batches of a pass that a unit is in, if ALLOCATED."""
     canaries: Canaries | None = None
     """Samples of an audit that are in the data set."""
 
@@ -102,6 +109,11 @@ class SamplingDesign:
     def poisson(self) -> bool:
         """Whether units are drawn independently. Amplification by sampling holds then."""
         return self.sampler in (POISSON, TRUNCATED)
+
+    @property
+    def recorded_steps(self) -> int:
+        """Number of steps that are recorded as one: a pass, or 1 if a unit may be in every step."""
+        return self.steps if self.sampler in (ALLOCATED, SHUFFLED, GIVEN_ORDER) else 1
 
     def described(self) -> str:
         """Describes the design, with all rates, to compare it with another process' design."""
@@ -156,10 +168,15 @@ def _sharded(dataset: Any) -> bool:
 
 
 def accounted_rate(design: SamplingDesign) -> Rate:
-    """Returns what an accountant records as the rate, q or the law of truncated batches."""
-    if design.max_batch_size is None:
-        return design.rate
-    return TruncatedPoisson(design.rate, design.units, design.max_batch_size)
+    """Returns what an accountant records as the rate of `recorded_steps` steps.
+
+    It is q of Poisson sampling, the law of truncated batches or of a random allocation, or else 1.
+    """
+    if design.max_batch_size is not None:
+        return TruncatedPoisson(design.rate, design.units, design.max_batch_size)
+    if design.sampler == ALLOCATED:
+        return RandomAllocation(design.steps, design.times)
+    return design.rate if design.poisson else 1.0
 
 
 def planned_history(
@@ -176,7 +193,7 @@ def planned_history(
         (sigma, q, steps) in order, as `Releases` records it.
     """
     stages = schedule.runs(design.steps_in(epochs))
-    if design.poisson:  # there may be many steps
+    if design.recorded_steps == 1:  # there may be many steps
         rate = accounted_rate(design)
         return runs((noise_multiplier * factor, rate, length) for factor, length in stages)
     return records(design, [noise_multiplier * f for f, length in stages for _ in range(length)])
@@ -188,15 +205,13 @@ def records(design: SamplingDesign, sigmas: Sequence[float]) -> list[Entry]:
     Args:
         sigmas: noise multipliers of the steps, in order. The first begins a pass over the data.
     """
-    if design.poisson or design.sampler == STREAM:
-        rate = accounted_rate(design) if design.poisson else 1.0
-        return runs((sigma, rate, 1) for sigma in sigmas)
+    rate = accounted_rate(design)
     found: list[Entry] = []
-    for start in range(0, len(sigmas), design.steps):
+    for start in range(0, len(sigmas), design.recorded_steps):
         least = float("inf")
-        for sigma in sigmas[start : start + design.steps]:
+        for sigma in sigmas[start : start + design.recorded_steps]:
             if sigma < least:
-                found.append((sigma, 1.0, 1))
+                found.append((sigma, rate, 1))
                 least = sigma
     return runs(found)
 
@@ -227,9 +242,11 @@ class Releases:
     shuffled or given order a sample is in one step of each pass, and its content does not influence
     which one. For neighbors in which a sample is zeroed out, a pass is therefore one Gaussian mechanism
     of q = 1 with the noise of that step (parallel composition). It is recorded at the least noise of the
-    pass. A step that may hold samples of another step of the pass (`Pace`) is a mechanism of its own. So
-    is every step on a stream, and every step on batches of an unknown source, whose noise multiplier is
-    divided by their number (`UnknownPasses`).
+    pass. A random allocation is recorded in the same way, as a whole pass before its first step. If it
+    ends early, what was released is post-processing of the whole. A step that may hold samples of
+    another step of the pass (`Pace`) is a mechanism of its own. So is every step on a stream, and every
+    step on batches of an unknown source, whose noise multiplier is divided by their number
+    (`UnknownPasses`).
 
     Args:
         design: the sampling design.
@@ -245,6 +262,7 @@ class Releases:
         self.design, self._draws, self._accountant = design, draws, accountant
         self._of_ranks = ranks is not None
         self._rate: Any = accounted_rate(design)
+        self._amplified = design.poisson or design.sampler == ALLOCATED
         self._taken: Counter[float] = Counter()
         """Number of steps of one Poisson batch each, by noise multiplier."""
         self.steps = 0
@@ -297,8 +315,8 @@ class Releases:
         accountant.taken_by(ranks=self._of_ranks)
         releasing = getattr(optimizer, "releasing", True)
         shares = self._unknown(joined, releasing)
-        if shares > (not self.design.poisson):  # without Poisson, a single one is a normal step
-            self._draws.unknown.say(self.design.rate if self.design.poisson else None)
+        if shares > (not self._amplified):  # in an order, a single one is a normal step
+            self._draws.unknown.say(self.design.rate if self._amplified else None)
             with accountant.on_all_ranks():
                 accountant.step(noise_multiplier=sigma / shares, sample_rate=1.0)
             self.steps += 1
@@ -313,9 +331,10 @@ class Releases:
         passes = self._draws.released if known else []
         cuts = accountant.check_cuts()
         costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
+        rate = self._rate if passes else 1.0  # its samples may be unknown
         with accountant.on_all_ranks():
-            for _ in range(len(costly) if passes else 1):  # its samples may be unknown
-                accountant.step(noise_multiplier=sigma, sample_rate=1.0)
+            for _ in range(len(costly) if passes else 1):
+                accountant.step(noise_multiplier=sigma, sample_rate=rate)
         for each in costly:
             each.recorded, each.cuts = sigma, accountant.check_cuts()
         self.steps += 1

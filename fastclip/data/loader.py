@@ -7,8 +7,6 @@ sees every batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -27,7 +25,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from fastclip.core.compiler import disable_dynamo
 from fastclip.core.snapshot import Facts, Snapshot, fact, which
 from fastclip.core.torch_names import sampler_calls
 from fastclip.data.dataset import Distinct, SameSamples
@@ -40,9 +37,10 @@ from fastclip.data.iteration import (
     reading,
     sampler_between,
 )
+from fastclip.data.sampling import allocation, permutation, poisson_sample, uniform_sample
 from fastclip.data.units import UnitBatch
 from fastclip.errors import ArgumentError, StepError
-from fastclip.ops.random import KeyStream, OwnStream, claim
+from fastclip.ops.random import OwnStream, claim
 
 # -------------------------------------------------------------------------------------------------
 # A sampler must draw by the design that was noted, by which every step is recorded.
@@ -51,6 +49,8 @@ from fastclip.ops.random import KeyStream, OwnStream, claim
 _RATE = "sample_rate"
 _FREE = (_RATE, "generator", "steps", "num_batches", "epoch")
 """Attributes that decide neither which samples may be drawn nor how often. The rate may fall."""
+_FREE_OF_ALLOCATION = (_RATE, "generator", "epoch")
+"""The same, if each sample is in some of the batches of a pass, whose number then decides."""
 _OF_AN_ORDER = ("replacement", "_num_samples", "num_samples")
 _CHANGED = (
     "{names} of the returned data loader's sampler changed after make_private, so epsilon would not "
@@ -81,7 +81,8 @@ def _facts(sampler: Any) -> Iterator[Facts]:
     ):
         rate = getattr(sampler, _RATE)
         yield fact(_RATE, lambda: max(getattr(sampler, _RATE), rate))
-        yield _held(sampler, [name for name in vars(sampler) if name not in _FREE])
+        free = _FREE if getattr(sampler, "times", None) is None else _FREE_OF_ALLOCATION
+        yield _held(sampler, [name for name in vars(sampler) if name not in free])
     elif (inner := getattr(sampler, "sampler", None)) is not None:
         yield _held(sampler, ["sampler"])
         yield _held(inner, _OF_AN_ORDER)
@@ -262,91 +263,7 @@ def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# Poisson sampling and shuffling with an unpredictable outcome.
-#
-# Amplification by sampling holds as long as the adversary does not know which samples were drawn. In
-# secure mode the samplers of a data loader therefore draw from the operating system's randomness
-# instead of a generator. Poisson sampling compares 64-bit words, and no sample is drawn at more than
-# the recorded rate (a float32 uniform has steps of 2^-24, 6% of a rate of 10^-6).
-
-
-CHUNK = 2**20
-"""Number of samples at a time, 8 MiB of words."""
-
-
-@contextmanager
-def random_words(n: int) -> Iterator[Tensor]:
-    """Yields independent uniform int64 [n], overwritten at the end of the block."""
-    words = torch.empty(n, dtype=torch.int64, device="cpu")
-    try:
-        if n:
-            with KeyStream() as bits:
-                bits.fill(words)
-        yield words
-    finally:
-        words.zero_()
-
-
-@disable_dynamo
-def poisson_sample(n: int, rate: float | Tensor) -> Tensor:
-    """Draws each of `n` samples independently with probability `rate`, and returns indices, int64.
-
-    Args:
-        rate: probability of all samples, or of each, float64 [n].
-
-    Formal guarantee: the probability is floor(rate * 2^64) / 2^64, never above `rate`.
-    """
-    below = 0 if isinstance(rate, Tensor) else int(Fraction(rate) * 2**64)  # exact
-    if below >= 2**64:
-        return torch.arange(n, device="cpu")
-    drawn = [torch.empty(0, dtype=torch.int64, device="cpu")]
-    for start in range(0, n, CHUNK):
-        size = min(CHUNK, n - start)
-        with random_words(size) as words:
-            if isinstance(rate, Tensor):
-                in_draw = _below(words, rate[start : start + size])
-            else:
-                in_draw = words < below - 2**63
-            drawn.append(in_draw.nonzero().reshape(-1) + start)
-    return torch.cat(drawn)
-
-
-def _below(words: Tensor, rates: Tensor) -> Tensor:
-    """Whether words (uniform int64) are below -2^63 + floor(rate * 2^64), exactly.
-
-    Args:
-        rates: float64 [n].
-    """
-    scaled = rates * 2.0**64  # exact
-    small = scaled < 2.0**63
-    # Above 2^63 the difference is exact in float64, below it the number itself is an int64.
-    low = torch.where(small, scaled, 0.0).to(torch.int64) + torch.iinfo(torch.int64).min
-    high = torch.where(small | (rates >= 1), 0.0, scaled - 2.0**63).to(torch.int64)
-    return (words < torch.where(small, low, high)) | (rates >= 1)
-
-
-def _uniform_sample(n: int, rate: float, generator: Any) -> Tensor:
-    """Draws as `poisson_sample`, from torch's generator.
-
-    It uses Opacus' float32 numbers, of 24 bits, and more bits for those equal to the rate's 24 bits.
-    The 24 bits alone would round the rate up, by 6% of 10^-6.
-    """
-    words = torch.rand(n, generator=generator, dtype=torch.float32, device="cpu").double() * 2**24
-    whole, part = divmod(rate * 2**24, 1.0)
-    drawn = words < whole
-    if part:
-        tied = (words == whole).nonzero().reshape(-1)
-        if len(tied):
-            more = torch.rand(len(tied), generator=generator, dtype=torch.float64, device="cpu")
-            drawn[tied] = more < part
-    return drawn.nonzero().reshape(-1)
-
-
-@disable_dynamo
-def permutation(n: int) -> Tensor:
-    """Returns 0 to n - 1 in a uniformly random order (except ties of 64-bit words), int64."""
-    with random_words(n) as words:
-        return words.argsort()
+# The samplers.
 
 
 class PoissonSampler(UniformWithReplacementSampler):
@@ -365,6 +282,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         rates: float64 [n], probabilities instead of q.
         max_batch_size: a larger batch is cut to a uniformly random subset of this size.
         secure: draws from cryptographic randomness.
+        times: random allocation. Each sample is in exactly `times` of the batches of a pass
+            (`sampling.allocation`). None: Poisson sampling.
 
     Formal guarantee: each of the n samples is in a batch independently of the others, with probability
     q, up to float rounding of 2^-77. In secure mode q is rounded down to 64 bits.
@@ -374,19 +293,20 @@ class PoissonSampler(UniformWithReplacementSampler):
     _rates: Tensor | None = None
     max_batch_size: int | None = None
     secure = False
+    times: int | None = None
     _own: OwnStream | None = None
 
     def __init__(
         self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None,
         samples: Tensor | None = None, rates: Tensor | None = None,
-        max_batch_size: int | None = None, secure: bool = False,
+        max_batch_size: int | None = None, secure: bool = False, times: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps
         )
         self._samples = None if samples is None else samples.clone()
         self._rates = None if rates is None else rates.clone()
-        self.max_batch_size, self.secure = max_batch_size, secure
+        self.max_batch_size, self.secure, self.times = max_batch_size, secure, times
         self.shared = False
         """Whether other ranks draw the other samples."""
 
@@ -401,9 +321,17 @@ class PoissonSampler(UniformWithReplacementSampler):
         return None if self._rates is None else self._rates.clone()
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.steps):
-            drawn = self.draw()
+        for drawn in self.batches():
             yield (drawn if self._samples is None else self._samples[drawn]).tolist()
+
+    def batches(self) -> Iterator[Tensor]:
+        """Draws the batches of one pass, numbers from 0 to n - 1, int64, in ascending order."""
+        if self.times is None:
+            for _ in range(self.steps):
+                yield self.draw()
+        else:
+            source = None if self.secure else self.stream()
+            yield from allocation(self.num_samples, self.steps, self.times, source)
 
     def draw_separately(self, number: int = 0) -> None:
         """Draws from a stream of its own from now on, seeded from the generator at the next batch.
@@ -443,7 +371,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         if self.secure:
             drawn = poisson_sample(n, self.sample_rate if self._rates is None else self._rates)
         elif self._rates is None:
-            drawn = _uniform_sample(n, self.sample_rate, self.stream())
+            drawn = uniform_sample(n, self.sample_rate, self.stream())
         else:
             words = torch.rand(n, generator=self.stream(), dtype=torch.float64, device="cpu")
             drawn = (words < self._rates).nonzero().reshape(-1)
@@ -566,10 +494,10 @@ class UnitSampler(PoissonSampler):
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.steps):
+        for drawn in self.batches():
             samples: list[int] = []
             sizes = []
-            for unit in self.draw().tolist():
+            for unit in drawn.tolist():
                 mine = self._samples_of(unit)
                 samples += mine
                 sizes.append(len(mine))

@@ -27,6 +27,7 @@ from fastclip.data.collate import (
 )
 from fastclip.data.dataset import SameSamples, digest_of
 from fastclip.data.design import (
+    ALLOCATED,
     ENDLESS,
     GIVEN_ORDER,
     POISSON,
@@ -65,6 +66,7 @@ from fastclip.data.samplers import (
     length_of,
     order_of,
 )
+from fastclip.data.sampling import Allocation, OwnOrder, Sampling, sampling_law
 from fastclip.data.units import unit_numbers
 from fastclip.distributed.ranks import Ranks
 from fastclip.distributed.shards import digest
@@ -79,7 +81,8 @@ class Request:
     """The arguments of make_private on sampling, except the loader, as Python numbers.
 
     Args:
-        poisson_sampling: every unit is drawn independently. If False, the loader's own sampler draws.
+        poisson_sampling: True for Poisson sampling, False for the loader's own order, or None.
+        sampling: how units are put into batches, instead of `poisson_sampling` (`sampling_law`).
         sample_rate: q, in (0, 1]. Batches have exactly this rate, and a pass has `steps_of(q)` steps.
             With weights, which must then be in [0, 1], it is the rate of weight 1.
         expected_batch_size: B > 0, in units. Only q and B together are public. q alone leaves B = q N,
@@ -91,10 +94,11 @@ class Request:
         views: samples of the model's batch for each sample that is drawn.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a value is out of range, or needs Poisson sampling.
+        ArgumentError, ArgumentTypeError: a value is out of range, or not supported by this sampling.
     """
 
-    poisson_sampling: bool = True
+    poisson_sampling: bool | None = None
+    sampling: Sampling | str | None = None
     sample_rate: float | None = None
     expected_batch_size: float | None = None
     max_batch_size: int | None = None
@@ -104,7 +108,8 @@ class Request:
     views: int = 1
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = {}
+        law = sampling_law(self.sampling, self.poisson_sampling)
+        given: dict[str, Any] = {"poisson_sampling": None, "sampling": law}
         if self.sample_rate is not None:
             given["sample_rate"] = between("sample_rate", self.sample_rate, 0, 1, closed=True)
         if self.expected_batch_size is not None:
@@ -122,29 +127,41 @@ class Request:
                 "max_samples_per_unit expects unit_ids, got none. Pass unit_ids, or omit it.",
                 doc="privacy-units",
             )
-        if not self.poisson_sampling:
+        if self.own_order:
             self._check_own_sampler()
+        if isinstance(law, Allocation) and self.max_batch_size is not None:
+            raise ArgumentError(
+                "max_batch_size is not supported with sampling='allocation', because its cost would "
+                "depend on the other samples. Omit max_batch_size.",
+                doc="unsupported-options",
+            )
+
+    @property
+    def own_order(self) -> bool:
+        """Whether the data loader's own sampler draws. Otherwise a sampler of fastclip replaces it."""
+        return isinstance(self.sampling, OwnOrder)
 
     def _check_own_sampler(self) -> None:
         for name in ("sample_rate", "max_batch_size", "unit_ids"):
             if getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"{name} needs poisson_sampling=True, which draws every unit independently. Pass "
-                    f"it, or omit {name}.",
+                    f"{name} expects Poisson sampling or an allocation, got the data loader's own sampler. "
+                    f"Omit poisson_sampling=False, or omit {name}.",
                     doc="unsupported-options",
                 )
         if self.views != 1:
             raise ArgumentError(
-                f"views={self.views} needs poisson_sampling=True, whose sampler counts the samples of "
-                "a batch. Pass it, or omit views.",
+                f"views={self.views} expects Poisson sampling or an allocation, whose sampler counts the "
+                "samples of a batch. Omit poisson_sampling=False, or omit views.",
                 doc="unsupported-options",
             )
 
     @property
     def beyond_opacus(self) -> list[str]:
         """Names of the given options that Opacus' own modes do not have."""
-        return [
-            of.name for of in fields(self)[1:] if (value := getattr(self, of.name)) is not None
+        found = ["sampling"] if isinstance(self.sampling, Allocation) else []
+        return found + [
+            of.name for of in fields(self)[2:] if (value := getattr(self, of.name)) is not None
             and (of.default is None or value != of.default)
         ]  # fmt: skip
 
@@ -159,7 +176,7 @@ class SamplingPlan:
 
     design: SamplingDesign
     choice: SamplerKind | None = None
-    """What Poisson sampling keeps of the sampler. None: the loader's own sampler draws."""
+    """What sampling keeps of the loader's sampler. None: the loader's own sampler draws."""
     unit: Tensor | None = None
     """The unit of each sample of the data set, int64. -1 for samples that are not drawn."""
     ranks: Ranks | None = None
@@ -259,6 +276,7 @@ class SamplingPlan:
             "sample_rate": design.rate, "steps": design.steps, "secure": design.secure,
             "generator": generator,
             "max_batch_size": design.max_batch_size,
+            "times": design.times if design.sampler == ALLOCATED else None,
         }  # fmt: skip
         rates = design.rates if self.ranks is None else choice.rates
         unit = self.unit if self.views == 1 else self._units()
@@ -284,9 +302,12 @@ def plan_sampling(
     Raises:
         ArgumentError, ArgumentTypeError: the sampler's choice of samples cannot be kept.
     """
-    if not request.poisson_sampling:
+    if request.own_order:
         return SamplingPlan(_of_its_own(data_loader, request, secure))
+    allocated = request.sampling if isinstance(request.sampling, Allocation) else None
     choice = check_poisson(data_loader, distributed)
+    if allocated is not None:
+        _check_allocates(data_loader, choice)
     if choice.weights is not None or choice.rates is not None:
         weighted = _weighted(data_loader, request, choice, secure)
         return SamplingPlan(weighted, choice, views=request.views)
@@ -305,6 +326,10 @@ def plan_sampling(
         steps = steps_of(rate)
     elif rate is None:
         rate = 1 / steps if choice.a_pass == samples else min(1.0, choice.a_pass / samples / steps)
+    name = POISSON if request.max_batch_size is None else TRUNCATED
+    if allocated is not None:
+        name = ALLOCATED
+        steps, rate = _steps_of_allocation(allocated.times, len(data_loader), request.sample_rate)
     size = request.expected_batch_size
     if size is None:
         as_opacus = unit is None and rate == 1 / len(data_loader) and request.sample_rate is None
@@ -312,7 +337,7 @@ def plan_sampling(
         size = int(n / len(data_loader)) if as_opacus else n * rate
     return SamplingPlan(
         SamplingDesign(
-            POISSON if request.max_batch_size is None else TRUNCATED, rate, size, steps, n,
+            name, rate, size, steps, n, times=1 if allocated is None else allocated.times,
             public=None not in (request.sample_rate, request.expected_batch_size),
             max_batch_size=request.max_batch_size, unit="row" if unit is None else "unit",
             max_samples_per_unit=request.max_samples_per_unit,
@@ -320,6 +345,45 @@ def plan_sampling(
         ),
         choice, unit, views=request.views,
     )  # fmt: skip
+
+
+def _check_allocates(loader: DataLoader, choice: SamplerKind) -> None:
+    """Checks that every sample of a loader can be in as many batches of a pass as all others."""
+    if loader.drop_last:
+        raise ArgumentError(
+            "drop_last=True has nothing to drop with sampling='allocation', where batches vary in size "
+            "and every sample is used. Pass a data loader with drop_last=False.",
+            doc="sampling",
+        )
+    if choice.weights is not None or choice.rates is not None:
+        raise ArgumentError(
+            "sampling='allocation' uses all samples equally often, and the data loader has a "
+            "WeightedRandomSampler. Pass a data loader with shuffle=True, or omit sampling.",
+            doc="sampling",
+        )
+
+
+def _steps_of_allocation(times: int, batches: int, rate: float | None) -> tuple[int, float]:
+    """Returns t, the batches of a pass, and q = k / t, the probability that a unit is in one of them.
+
+    Args:
+        times: k. batches: t of the data loader. rate: the rate that was asked for.
+
+    Raises:
+        ArgumentError: k > t, or no pass has this rate.
+    """
+    steps = batches if rate is None else max(1, round(times / rate))
+    if times > steps:
+        raise ArgumentError(
+            f"Allocation(times={times}) expects at least {times} batches in a pass, got {steps}. Use a "
+            "smaller batch_size, or fewer times."
+        )
+    if rate is not None and abs(times / steps - rate) > 1e-9 * rate:
+        raise ArgumentError(
+            f"sample_rate expects {times} / t with a whole number t of batches, got {rate:g}. Pass "
+            f"sample_rate={times}/{steps}."
+        )
+    return steps, times / steps
 
 
 def checked_plan(
@@ -332,7 +396,7 @@ def checked_plan(
             sampler is not secure.
     """
     plan = plan_sampling(data_loader, request, secure=secure, distributed=distributed)
-    if secure and not request.poisson_sampling:
+    if secure and request.own_order:
         check_secure(data_loader)
     check_copies(data_loader, plan.choice, plan.unit)
     canaries = canaries_of(data_loader.dataset, plan.choice, plan.unit)
@@ -363,7 +427,7 @@ def prepare(
         ArgumentError, ArgumentTypeError: as `checked_plan`, or a unit's samples may change their order,
             or the ledger cannot record the steps, or ranks differ. Nothing is changed.
     """
-    poisson = request.poisson_sampling
+    ours = not request.own_order
     plan = checked_plan(data_loader, request, secure=secure, distributed=distributed)
     if ranks is not None:
         _agree_to_draw(ranks, plan, data_loader, ledger)
@@ -375,14 +439,14 @@ def prepare(
         check_sample_order(data_loader, drawn, batch_first)
     check_not_truncated([(0.0, accounted_rate(plan.design), 1)], ledger.mechanism())
     loader = data_loader
-    if poisson:
+    if ours:
         loader = poisson_loader(loader, plan, batch_first=batch_first, rand_on_empty=rand_on_empty)
     else:
         draw_exactly(loader)
         check_collate(loader, batch_first=batch_first)
         if secure:
             draw_securely(loader)
-    draws = _watched(loader, poisson, rand_on_empty, required and poisson)
+    draws = _watched(loader, ours, rand_on_empty, required and ours)
     draws.filling = filling_of(ranks, rand_on_empty)
     return Drawing(loader, plan.design, draws)
 
@@ -406,8 +470,9 @@ def call_for_loader(
         found.extend((made, draws_of(made.loader)))
         return made.loader
 
-    poisson = request.poisson_sampling
-    returned = making.call(LOADER, own, data_loader, poisson_sampling=poisson, **asked)
+    returned = making.call(
+        LOADER, own, data_loader, poisson_sampling=not request.own_order, **asked
+    )
     making.check(LOADER, returned, bool(found) and draws_alike(returned, found[1]))
     if returned.batch_sampler is not None and not asks_at_once(returned):
         order = {"batch_first": asked["batch_first"], "ordered": request.unit_ids is not None}
@@ -440,12 +505,14 @@ def _agree_to_draw(
         check_shares(data_loader, ranks)
 
 
-def _watched(
-    loader: DataLoader, poisson: bool, rand_on_empty: bool, required: bool
-) -> SampledBatches:
-    """Makes a prepared loader report its batches, and returns them."""
-    distinct = None if poisson else check_order(loader)
-    independent = poisson or draws_independently(loader)
+def _watched(loader: DataLoader, ours: bool, rand_on_empty: bool, required: bool) -> SampledBatches:
+    """Makes a prepared loader report its batches, and returns them.
+
+    Args:
+        ours: a sampler of fastclip draws.
+    """
+    distinct = None if ours else check_order(loader)
+    independent = ours or draws_independently(loader)
     draws = SampledBatches(independent=independent, required=required, placeholders=rand_on_empty)
     draws.stream = isinstance(loader.dataset, IterableDataset)
     draws.at_once = loader.batch_sampler is None

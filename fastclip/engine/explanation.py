@@ -49,7 +49,7 @@ class Setup:
     secure_mode: bool = False
     batch: Any = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """poisson_sampling, sample_rate, expected_batch_size, unit_ids, ..."""
+    """sampling, sample_rate, expected_batch_size, unit_ids, ..."""
 
     def design(self) -> SamplingDesign:
         """The sampling design.
@@ -298,10 +298,11 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
             f"epsilon treats N as public and protects what a {unit} holds, not whether it is there. "
             "Pass sample_rate= and expected_batch_size= that do not depend on the data to protect both."
         )
-    if not setup.sampling.get("poisson_sampling", True):
+    if Request(**setup.sampling).own_order:
         yield (
             "poisson_sampling=False puts every sample in every pass, so sampling protects nobody. A "
-            "pass is accounted as one step of q = 1, and epsilon is far larger. Omit it."
+            "pass is accounted as one step of q = 1, and epsilon is far larger. Omit it, or pass "
+            "sampling='allocation', which uses every sample once per pass too."
         )
         size = loader.batch_size
         if size and n % size and not loader.drop_last:

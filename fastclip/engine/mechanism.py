@@ -10,7 +10,7 @@ from typing import Any
 from fastclip.accounting import NoiseLevels
 from fastclip.accounting.steps import Entry, encoded
 from fastclip.counts.lines import worded
-from fastclip.data.design import GIVEN_ORDER, STREAM, SamplingDesign
+from fastclip.data.design import ALLOCATED, GIVEN_ORDER, STREAM, SamplingDesign
 from fastclip.errors import say
 
 _GUARANTEE = {
@@ -38,7 +38,8 @@ class Mechanism:
     sample_rate: float
     """q, the largest probability that a unit is in a step."""
     sampled_independently: bool
-    """Poisson sampling. Otherwise a unit is in every pass once, without amplification."""
+    """Poisson sampling. Otherwise a unit is in every pass once, without amplification, except in a
+    random allocation."""
     public_size: bool
     """q and B were given, so neither depends on the number of units."""
     units: int | None
@@ -58,7 +59,7 @@ class Mechanism:
     """How the noise changes from step to step."""
     taken: tuple[Entry, ...]
     """(sigma, q, steps) that the accountant has recorded. Without Poisson sampling one pass over the
-    data is one step, however many steps the optimizer takes in it."""
+    data is one entry, however many steps the optimizer takes in it."""
     planned: tuple[Entry, ...]
     """The same for the whole run, if its length is known."""
     accountant: str
@@ -96,7 +97,9 @@ class Mechanism:
             sampling += f", at most {self.max_batch_size} {worded(self.unit)}s per step"
         if self.max_samples_per_unit is not None:
             sampling += f", at most {self.max_samples_per_unit} samples of each"
-        if not self.sampled_independently:
+        if self.sampler == ALLOCATED:
+            sampling += "; a pass is accounted as a whole"
+        elif not self.sampled_independently:
             sampling += "; accounted without amplification"
             sampling += "" if self.sampler == STREAM else ", a pass as one step"
         counts = "none" if self.noise.counts is None else f"sigma = {self.noise.counts:.4g}"

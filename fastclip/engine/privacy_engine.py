@@ -32,6 +32,7 @@ from fastclip.counts.query import CountQuery
 from fastclip.counts.release import NoisyCounts, PaidCounts
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import SAMPLING, Request, checked_plan
+from fastclip.data.sampling import Sampling
 from fastclip.distributed.checkpoints import model_of
 from fastclip.distributed.processes import check_who_writes, reported_to_ranks
 from fastclip.distributed.ranks import Ranks
@@ -108,9 +109,10 @@ class FastPrivacyEngine(PrivacyEngine):
         self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
         data_loader: DataLoader, noise_multiplier: float,
         max_grad_norm: float | Sequence[float], batch_first: bool = True,
-        loss_reduction: str = "mean", poisson_sampling: bool = True,
+        loss_reduction: str = "mean", poisson_sampling: bool | None = None,
         clipping: str | Clipping = "flat", noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
+        sampling: str | Sampling | None = None,
         sample_rate: float | None = None, expected_batch_size: float | None = None,
         max_batch_size: int | None = None, unit_ids: Any = None,
         max_samples_per_unit: int | None = None, unit_reduction: str = "mean", views: int = 1,
@@ -133,11 +135,14 @@ class FastPrivacyEngine(PrivacyEngine):
                 parameter tensor.
             batch_first: samples lie along axis 0 of the model's inputs; otherwise along axis 1.
             loss_reduction: "mean" (over the physical batch) or "sum".
-            poisson_sampling: draw every sample independently with rate q. If False, samples come in the
-                loader's order, each of them in every pass, and are accounted for without amplification.
-                An IterableDataset needs False and a batch_size, and must bring a sample at most once
-                per step (not checked). Every step is then recorded at q = 1, and no length is needed.
-                Without a length B is expected_batch_size, or the loader's batch_size.
+            sampling: "poisson" draws every sample independently with rate q in each step. "allocation"
+                puts every sample into one step of each pass, chosen uniformly, at a lower epsilon;
+                `Allocation(times=k)` into k steps. "loader" takes samples in the loader's order, each
+                in every pass, accounted for without amplification. An IterableDataset needs it and a
+                batch_size, and must bring a sample at most once per step (not checked). Every step
+                is then recorded at q = 1, and no length is needed. Without a length B is
+                expected_batch_size, or the loader's batch_size.
+            poisson_sampling: Opacus' argument. True is sampling="poisson", False is "loader".
             clipping: a strategy of fastclip.clipping, or the name of a preset. Arguments of the preset
                 are further keywords here. "flat" and the keywords of "adaptive" are those of Opacus.
             noise_generator: generator of the noise, for reproducible runs. fastclip does not seed it.
@@ -169,9 +174,10 @@ class FastPrivacyEngine(PrivacyEngine):
             fastclip.errors.*: naming the module or keyword, with a suggested fix. Nothing is changed.
 
         Formal guarantee: every real step of the optimizer is a Gaussian mechanism with noise
-        multiplier sigma on a Poisson sample of rate q. `get_epsilon` composes the steps taken. If q and
-        B are given, neighbors differ in one sample (or unit) that was added or removed. Otherwise, and
-        for poisson_sampling=False, one is zeroed out and N is public. `mechanism()` states all of it.
+        multiplier sigma on a Poisson sample of rate q, or on a batch of a random allocation.
+        `get_epsilon` composes the steps taken. If q and B are given, neighbors differ in one sample (or
+        unit) that was added or removed. Otherwise, and in the loader's order, one is zeroed out and N
+        is public. `mechanism()` states all of it.
         """
         arguments = lifted({name: value for name, value in locals().items() if name != "self"})
         check_reached(self, FastPrivacyEngine)
@@ -316,20 +322,17 @@ class FastPrivacyEngine(PrivacyEngine):
         """
         return self._last_run().design
 
-    def plan_sampling(
-        self, data_loader: DataLoader, *, poisson_sampling: bool = True, **sampling: Any
-    ) -> SamplingDesign:
+    def plan_sampling(self, data_loader: DataLoader, **sampling: Any) -> SamplingDesign:
         """The sampling design that `make_private` would use for a loader; nothing is drawn or changed.
 
         Args:
             data_loader: as for `make_private`.
-            poisson_sampling: as for `make_private`.
-            sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
+            sampling: sampling, sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
 
         Raises:
             ArgumentError, ArgumentTypeError: `make_private` would raise the same.
         """
-        request = Request(poisson_sampling=poisson_sampling, **new_keywords(sampling))
+        request = Request(**new_keywords(sampling))
         plan = checked_plan(data_loader, request, secure=self.secure_mode, distributed=True)
         return plan.design
 
@@ -349,8 +352,7 @@ class FastPrivacyEngine(PrivacyEngine):
     def explain(
         self, *, module: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
         data_loader: DataLoader | None = None, criterion: Any = None, delta: float | None = None,
-        poisson_sampling: bool = True, loss_reduction: str = "mean", batch: Any = None,
-        **sampling: Any,
+        loss_reduction: str = "mean", batch: Any = None, **sampling: Any,
     ) -> Explanation | Proof:  # fmt: skip
         """Explains what `make_private` would do with these arguments. Print the result.
 
@@ -368,7 +370,7 @@ class FastPrivacyEngine(PrivacyEngine):
             batch: input of the model: a tensor, a tuple of arguments, or a dictionary of keywords. A
                 copy of the model then runs on a few of its samples, as in the first step. The result
                 also covers uses of parameters, coupled samples, and the cost of this dry run.
-            sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
+            sampling: sampling, sample_rate, unit_ids, ... as for `make_private`.
 
         Returns:
             An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`. Without `module` a
@@ -382,7 +384,7 @@ class FastPrivacyEngine(PrivacyEngine):
         return explain(
             Setup(
                 module, optimizer, data_loader, criterion, delta, loss_reduction, self.secure_mode,
-                batch, {"poisson_sampling": poisson_sampling, **new_keywords(sampling)},
+                batch, new_keywords(sampling),
             )
         )  # fmt: skip
 

@@ -382,7 +382,7 @@ def make_fast(
         making, request.data_loader, request.sampling, ledger(), ranks, secure=request.secure,
         distributed=ranks is not None, **request.of("batch_first", "rand_on_empty"),
     )  # fmt: skip
-    grad_state.batch.accumulation_allowed = not request.sampling.poisson_sampling
+    grad_state.batch.accumulation_allowed = request.sampling.own_order
     grad_state.batch.draws, grad_state.batch.views = drawing.draws, request.sampling.views
     grad_state.trace.listen(drawing.draws, request.sampling.views)
     releases = Releases(drawing.design, drawing.draws, ledger, ranks)

@@ -208,7 +208,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module expects a torch.nn.Module, got {type(module).__name__}.")
     check_loader(given["data_loader"])
-    for name in ("batch_first", "poisson_sampling", "wrap_model", "rand_on_empty"):
+    for name in ("batch_first", "wrap_model", "rand_on_empty"):
         if not isinstance(given[name], bool):
             raise ArgumentTypeError(f"{name} expects True or False, got {given[name]!r}.")
     if noise_generator is not None and not isinstance(noise_generator, torch.Generator):

@@ -25,6 +25,7 @@ from fastclip.core.checks import between
 from fastclip.data.collate import EmptyBatches
 from fastclip.data.design import epochs_of
 from fastclip.data.plan import SAMPLING
+from fastclip.data.sampling import OwnOrder, sampling_law
 from fastclip.data.units import unit_numbers
 from fastclip.engine.explanation import Setup, explain
 from fastclip.engine.privacy_engine import FastPrivacyEngine
@@ -61,8 +62,9 @@ class PrivacyArguments:
         clipping: a strategy of fastclip.clipping (a Clipping), or "flat", "per_layer", "adaptive".
         accountant: "prv", "pld", "rdp" or "gdp".
         secure_mode: noise and sampling from ChaCha20 (docs/secure_mode.md).
-        poisson_sampling: draw every sample independently. If False, a pass over the data is accounted
-            as one step with q = 1.
+        sampling: "poisson" (default), "allocation" or "loader", as in `make_private`.
+        poisson_sampling: Opacus' argument. False is sampling="loader", a random order in which a pass
+            over the data is accounted as one step with q = 1.
         sample_rate, expected_batch_size, max_batch_size, unit_ids, max_samples_per_unit,
             unit_reduction: as in `make_private` (public q and B, privacy units such as patients).
             unit_ids may be the name of a column.
@@ -76,7 +78,7 @@ class PrivacyArguments:
     clipping: str = "flat"  # or a Clipping; HfArgumentParser would parse a union as the latter
     accountant: str = "prv"
     secure_mode: bool = False
-    poisson_sampling: bool = True
+    poisson_sampling: bool | None = None
     group_column: str | None = None
     sample_rate: float | None = None
     expected_batch_size: float | None = None
@@ -84,10 +86,11 @@ class PrivacyArguments:
     unit_ids: Any = None
     max_samples_per_unit: int | None = None
     unit_reduction: str = "mean"
+    sampling: Any = None
     max_rows_per_unit: int | None = None
     """The old name of max_samples_per_unit."""
 
-    def sampling(self, dataset: Any) -> dict[str, Any]:
+    def sampling_arguments(self, dataset: Any) -> dict[str, Any]:
         """The sampling arguments of `make_private`.
 
         Units are given by number, because a Trainer drops columns.
@@ -108,6 +111,12 @@ class PrivacyArguments:
                 f"noise_multiplier={self.noise_multiplier}, target_epsilon={self.target_epsilon}."
             )
         between("target_delta", self.target_delta, 0, 1)
+        sampling_law(self.sampling, self.poisson_sampling)
+
+    @property
+    def own_order(self) -> bool:
+        """Whether samples come in a random order, instead of by Poisson sampling or an allocation."""
+        return isinstance(sampling_law(self.sampling, self.poisson_sampling), OwnOrder)
 
 
 def check_training_arguments(args: Any, privacy: Any) -> None:
@@ -243,8 +252,8 @@ def _unsupported(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, 
             "sampling must not depend on the length of samples. Leave it at 'random'.",
         ),
         "dataloader_drop_last=True": (
-            bool(of("dataloader_drop_last")) and privacy.poisson_sampling,
-            "Poisson sampling has no last batch to drop. Leave it False.",
+            bool(of("dataloader_drop_last")) and not privacy.own_order,
+            "sampled batches have no last one to drop. Leave it False.",
         ),
         "ignore_data_skip=True, data_seed=...": (
             bool(of("ignore_data_skip")) and of("data_seed") is not None,
@@ -524,7 +533,7 @@ class PrivateTrainer(SampleLossTrainer):
             "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context",
             "prefetch_factor", "persistent_workers",
         )  # fmt: skip
-        shares = self._shares(prepared.dataset, shuffle=not self.privacy.poisson_sampling)
+        shares = self._shares(prepared.dataset, shuffle=self.privacy.own_order)
         loader = DataLoader(
             prepared.dataset, generator=self.sampling_generator,
             drop_last=self.args.dataloader_drop_last, **shares,
@@ -535,7 +544,7 @@ class PrivateTrainer(SampleLossTrainer):
 
     def _make_private(self, loader: DataLoader) -> DataLoader:
         check_adapters(self.model)  # type: ignore[arg-type]
-        steps, sampling = self.args.max_steps, self.privacy.sampling(self.train_dataset)
+        steps, sampling = self.args.max_steps, self.privacy.sampling_arguments(self.train_dataset)
         for trap in loader_traps(loader, self.privacy, sampling):
             say(trap)
         arguments: dict[str, Any] = {

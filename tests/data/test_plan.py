@@ -135,7 +135,7 @@ def test_numbers_of_other_libraries() -> None:
 @pytest.mark.parametrize("name", ["sample_rate", "max_batch_size", "unit_ids"])
 def test_what_needs_poisson_sampling(name: str) -> None:
     value: Any = {"sample_rate": 0.5, "max_batch_size": 3, "unit_ids": [0] * N}[name]
-    with refused(f"{name} needs poisson_sampling=True", ArgumentError):
+    with refused(f"{name} expects Poisson sampling", ArgumentError):
         design(DataLoader(rows(), 4), poisson=False, **{name: value})
 
 

@@ -15,7 +15,8 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from scipy import stats
 from torch import Tensor
 
-from fastclip.data.loader import PoissonSampler, poisson_sample
+from fastclip.data.loader import PoissonSampler
+from fastclip.data.sampling import _below, poisson_sample
 
 ALPHA = 1e-6
 
@@ -110,7 +111,6 @@ def test_seeded_draws_are_opacus_own(rate: float) -> None:
 
 def test_row_wise_rates_compare_all_64_bits() -> None:
     """Words at the border: floor(q 2^64) of them are below, in both halves of the integers."""
-    from fastclip.data.loader import _below
 
     for rate in (2.0**-64, 3 * 2.0**-64, 0.3, 0.5, 0.5 + 2**-53, 0.7, 1 - 2.0**-53):
         border = int(rate * 2.0**64)

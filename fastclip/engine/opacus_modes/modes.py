@@ -54,7 +54,7 @@ def make_by_opacus(
     go_on_with(ledger(), module if request.wrap_model else None, module, trained)
     engine = _OpacusEngine(ledger(), request.secure, request, making, ranks, validate)
     made = engine.make_private(
-        poisson_sampling=request.sampling.poisson_sampling, **request.of(*_ASKED), **request.options
+        poisson_sampling=not request.sampling.own_order, **request.of(*_ASKED), **request.options
     )
     wrapper, optimizer, drawing = made[0], made[1], engine.drawing
     assert drawing is not None

@@ -19,9 +19,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastclip.data import loader as sampling
+from fastclip.data import sampling
 from fastclip.data.draws import SampledBatches
-from fastclip.data.loader import draw_securely, permutation, poisson_sample, watch_draws
+from fastclip.data.loader import draw_securely, watch_draws
+from fastclip.data.sampling import permutation, poisson_sample
 from fastclip.errors import ArgumentError
 from tests.ops.noise.laws import ALPHA
 
