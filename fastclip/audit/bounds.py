@@ -431,8 +431,11 @@ def provable_epsilon(right: int, guesses: int, significance: float, delta: float
 
 
 def by_steps(history: Sequence[Step]) -> list[tuple[float, Rate]]:
-    """(sigma, q) of each recorded step."""
-    return [(sigma, rate) for sigma, rate, steps in history for _ in range(steps)]
+    """(sigma, q) of each recorded step. One entry of a random allocation records a whole pass."""
+    return [
+        (sigma, rate) for sigma, rate, steps in history
+        for _ in range(steps * (rate.steps if isinstance(rate, RandomAllocation) else 1))
+    ]  # fmt: skip
 
 
 def power(history: Sequence[Step], guesses: int, level: float) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from scipy import fft, special, stats
 from torch import Tensor
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.steps import Rate, TruncatedPoisson, probability
 
 TAILS = (3.0, 4.0)
@@ -185,6 +186,8 @@ def p_values_of_draws(
       batches never exceed the largest size, reach it as often, and otherwise vary, as by chance.
     - rows: samples at any distance in the data set are drawn together as often as by chance.
     - steps: any two batches share as many samples of one rate as their sizes imply (hypergeometric).
+    Of a random allocation, a sample comes exactly k times in a whole pass and at most k times in the
+    last one. Sizes are compared within passes (Pearson), and batches of different passes.
 
     Args:
         draws: share of each sample, or unit, that was sampled, [steps, samples].
@@ -193,6 +196,8 @@ def p_values_of_draws(
     """
     whole = bool(((draws == 0) | (draws == 1)).all())
     came = draws.numpy() == 1
+    if isinstance(rates[0], RandomAllocation):
+        return {"whole": float(whole and set(rates) == {rates[0]})} | _of_allocation(came, rates[0])
     factors = np.ones(came.shape[1]) if weights is None else weights.numpy()
     q = np.asarray([probability(rate) for rate in rates])[:, None] * factors
     sure = (q == 0) | (q == 1)  # these are not random
@@ -243,6 +248,34 @@ def _truncated_sizes(sizes: np.ndarray, rate: TruncatedPoisson) -> float:
     return shared([two_sided(float(often.cdf(full)), float(often.sf(full - 1))), small])
 
 
+def _of_allocation(came: np.ndarray, rate: RandomAllocation) -> dict[str, float]:
+    """P-values of batches of a random allocation, bool [steps, samples]. The last pass may be shorter.
+
+    A sample's vector of one pass has covariance t / (t - 1) (I - 1 1^T / t) in units of q (1 - q). Its
+    square has the trace t^2 / (t - 1), and that of independent batches has t.
+    """
+    t, k, n = rate.steps, rate.times, came.shape[1]
+    q, starts = k / t, range(0, len(came), t)
+    passes = [came[start : start + t] for start in starts]
+    often = [one.sum(0) for one in passes]
+    right = all(
+        bool((o == k if len(p) == t else o <= k).all()) for o, p in zip(often, passes, strict=True)
+    )
+    if q == 1:
+        return {"times": float(right)}
+    sizes = []
+    for whole in (one for one in passes if len(one) == t):
+        unlike = float(((whole.sum(1) - n * q) ** 2).sum()) * (t - 1) / (n * q * (1 - q) * t)
+        sizes.append(
+            two_sided(float(special.chdtr(t - 1, unlike)), float(special.chdtrc(t - 1, unlike)))
+        )
+    standard = (came - q) / np.sqrt(q * (1 - q)) * ((t - 1) / t) ** 0.25
+    return {
+        "times": float(right), "sizes": shared(sizes), "rows": _rows(standard, q),
+        "steps": _steps(came, t),
+    }  # fmt: skip
+
+
 def _rows(standard: np.ndarray, rate: float) -> float:
     """The p-value of pairs of samples at every distance, in all steps together."""
     steps, n = standard.shape
@@ -255,13 +288,18 @@ def _rows(standard: np.ndarray, rate: float) -> float:
     return of_largest(float(np.abs(normals).max()), len(normals))
 
 
-def _steps(came: np.ndarray) -> float:
+def _steps(came: np.ndarray, a_pass: int = 1) -> float:
     """The p-value of the overlap of any two steps, which is hypergeometric given their sizes.
 
     Only the pairs farthest from the expected overlap are tested, at the level of all pairs.
+
+    Args:
+        a_pass: number of steps that depend on each other, of which no pair is tested.
     """
     steps, n = came.shape
     first, second = np.triu_indices(steps, 1)
+    apart = first // a_pass != second // a_pass
+    first, second = first[apart], second[apart]
     if not len(first) or n < 2:
         return 1.0
     wide, sizes = came.astype(np.float32), came.sum(1)

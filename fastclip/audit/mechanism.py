@@ -11,7 +11,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 
+from fastclip.accounting.allocation import RandomAllocation
 from fastclip.accounting.epsilon import split
 from fastclip.audit import laws
 from fastclip.audit.bounds import (
@@ -200,7 +201,7 @@ class Setting:
         expected: B over the average size of a sampled batch.
         physical: samples of a physical batch; None keeps the sampled batch whole.
         rows: number of samples of each canary. With several, a canary is a privacy unit.
-        poisson: use Poisson sampling. If False, every pass takes all samples in order.
+        sampling: "poisson", "allocation", or "loader", in which every pass takes all samples in order.
         secure: noise and sampling from ChaCha20.
         ranks: processes of DistributedDataParallel.
         weighted: every fourth canary is drawn at a quarter of the rate, and not guessed.
@@ -221,7 +222,7 @@ class Setting:
     expected: float = 1.0
     physical: int | None = None
     rows: int = 1
-    poisson: bool = True
+    sampling: str = "poisson"
     secure: bool = False
     ranks: int = 1
     weighted: bool = False
@@ -277,18 +278,19 @@ def attack(
         sampler = WeightedRandomSampler(weights, len(data))
     if setting.rows > 1:
         options["unit_ids"] = data.numbers
-    if not setting.poisson:
-        options = {"poisson_sampling": False}
+    if setting.sampling == "loader":
+        options = {}
     made = engine(secure_mode=setting.secure, **book)
     private, optimizer, loader = made.make_private(
         module=wrapper(model), optimizer=torch.optim.SGD(groups_of(model), lr=1.0),
         data_loader=DataLoader(data, len(data), sampler=sampler, collate_fn=collate),
         noise_multiplier=setting.noise_multiplier, max_grad_norm=setting.max_grad_norm,
-        clipping=setting.clipping, **options,
+        clipping=setting.clipping, sampling=setting.sampling, **options,
     )  # fmt: skip
+    batches = endless(setting, loader, optimizer)
     for _ in range(setting.steps):
         before, levels = optimizer.grad_state.clipping.next, optimizer.noise_levels
-        sampled = one_step(setting, made, private, optimizer, loader, seen.loud * inside)
+        sampled = one_step(setting, made, private, optimizer, batches, seen.loud * inside)
         seen.step(
             optimizer.grad_state.clipping.current, before, levels.gradients,
             sampled, optimizer.expected_batch_size, optimizer.noisy_counts,
@@ -344,8 +346,35 @@ class Observer:
         self.draws.append(sampled[self.present])
         own = parts[: len(self.model.own)]
         along = (own * torch.stack(released[: len(own)])).sum(0)
-        rates = self.weights * self.setting.rate if self.setting.poisson else self.weights
-        self.scores += ratios(rates, own.square().sum(0), along, sigma)
+        exponents = (along - own.square().sum(0) / 2) / sigma**2
+        self.score(exponents, len(self.noise))
+
+    def score(self, exponents: Tensor, step: int) -> None:
+        """Adds the log-likelihood ratios of a step, or of a pass of a random allocation so far.
+
+        In units of S the release at a canary's own entries is N(c b, sigma^2), with its contribution c.
+        b is 1 if the canary is in and sampled, otherwise 0. It is sampled with probability q, or in
+        exactly one of the t steps of a pass.
+
+        Args:
+            exponents: log-likelihood ratios of b = 1 to b = 0, [canaries].
+            step: number of the step, from 1.
+        """
+        rates = self.weights * self.setting.rate
+        if self.setting.sampling == "loader":
+            rates = self.weights
+        if self.setting.sampling != "allocation":
+            self.scores += torch.logaddexp(rates.log() + exponents, torch.log1p(-rates))
+            return
+        t = round(1 / self.setting.rate)
+        done = (step - 1) % t + 1
+        if done == 1:
+            self.before = self.scores
+            self.sums = torch.full_like(exponents, -math.inf)
+        self.sums = torch.logaddexp(self.sums, exponents)
+        rest = math.log(t - done) if done < t else -math.inf  # the steps to come, without evidence
+        rest = torch.full_like(exponents, rest)
+        self.scores = self.before + torch.logaddexp(self.sums, rest) - math.log(t)
 
     def found(self, history: list[Step], claimed: float) -> Attacked:
         """All observations, with the noise over the deviation of the recorded steps."""
@@ -385,46 +414,43 @@ def _rank(rank: int, folder: Path, setting: Setting, inside: Tensor, delta: floa
     distributed.destroy_process_group()
 
 
+def endless(setting: Setting, loader: DataLoader, optimizer: Any) -> Iterator[Tensor]:
+    """Yields physical batches, pass after pass, if the setting has them. Otherwise logical batches."""
+    cut = nullcontext(loader) if setting.physical is None else BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=setting.physical, optimizer=optimizer
+    )  # fmt: skip
+    with cut as batches:
+        while True:
+            for (numbers,) in batches:
+                yield numbers
+
+
 def one_step(
-    setting: Setting, engine: Any, model: Any, optimizer: Any, loader: Any, loud: Tensor
+    setting: Setting,
+    engine: Any,
+    model: Any,
+    optimizer: Any,
+    batches: Iterator[Tensor],
+    loud: Tensor,
 ) -> Tensor:
-    """Takes one step on one logical batch, in physical batches if the setting has them.
+    """Takes one step on the next logical batch.
 
     Returns:
         The share of each canary's samples that were sampled, on all ranks together, [canaries].
     """
     came = torch.zeros(len(loud), dtype=torch.float64, device="cpu")
-    cut = nullcontext(loader) if setting.physical is None else BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=setting.physical, optimizer=optimizer
-    )  # fmt: skip
-    with cut as batches:
-        for (numbers,) in batches:
-            optimizer.zero_grad()
-            engine.set_groups(numbers % setting.groups)
-            losses = loud[numbers] * model(numbers)
-            (losses.mean() if len(losses) else losses.sum()).backward()
-            optimizer.step()
-            came.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))
-            if not optimizer._is_last_step_skipped:
-                break
+    for numbers in batches:
+        optimizer.zero_grad()
+        engine.set_groups(numbers % setting.groups)
+        losses = loud[numbers] * model(numbers)
+        (losses.mean() if len(losses) else losses.sum()).backward()
+        optimizer.step()
+        came.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))
+        if not optimizer._is_last_step_skipped:
+            break
     if setting.ranks > 1:
         distributed.all_reduce(came)
     return came / setting.rows
-
-
-def ratios(rates: Tensor, squares: Tensor, along: Tensor, sigma: float) -> Tensor:
-    """Log-likelihood ratios of "in" to "out" for every canary, from the release of a step.
-
-    In units of S the release at a canary's own entries is N(c b, sigma^2), with its contribution c.
-    b is 1 if the canary is in and sampled (with probability q), otherwise 0.
-
-    Args:
-        rates: q, [canaries].
-        squares: |c|^2, [canaries].
-        along: inner products of c with the release, [canaries].
-    """
-    exponent = (along - squares / 2) / sigma**2
-    return torch.logaddexp(rates.log() + exponent, torch.log1p(-rates))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -432,7 +458,7 @@ def ratios(rates: Tensor, squares: Tensor, along: Tensor, sigma: float) -> Tenso
 
 ALARM = 1e-3
 """Probability that a whole command refutes any claim of an engine whose claims are true."""
-MADE = 27
+MADE = 29
 """Number of audits of the standard command, which share ALARM."""
 FEWEST = 900
 """Fewest canaries that detect a halved sigma in every setting (99%)."""
@@ -563,9 +589,11 @@ def faults_of(found: Attacked) -> list[str]:
         faults.append("the release is not finite")
     if found.reach > 1 + 1e-5:
         faults.append(f"a sample contributes {found.reach:.3f} times the sensitivity")
-    steps = len(by_steps(found.history))
-    if steps != len(found.noise):
-        faults.append(f"{steps} of {len(found.noise)} steps are recorded")
+    steps, taken = len(by_steps(found.history)), len(found.noise)
+    rate = found.history[-1][1] if found.history else 1.0
+    a_pass = rate.steps if isinstance(rate, RandomAllocation) else 1  # counts whole, once it begins
+    if steps != -(-taken // a_pass) * a_pass:
+        faults.append(f"{steps} of {taken} steps are recorded")
     return faults
 
 
@@ -593,8 +621,8 @@ SETTINGS = (
     Setting("full batch"),
     Setting("four steps", 2.0, 4, max_grad_norm=2.0),
     Setting("q = 0.2", steps=10, rate=0.2),
-    Setting("order of the loader", poisson=False),
-    Setting("order, 5 batches", 2.0, 5, 0.2, poisson=False),
+    Setting("order of the loader", sampling="loader"),
+    Setting("order, 5 batches", 2.0, 5, 0.2, sampling="loader"),
 )
 """The settings that its interface supports, with flat clipping."""
 MOST = 10_000
@@ -623,7 +651,7 @@ def attack_opacus(setting: Setting, inside: Tensor, delta: float, mode: str) -> 
         module=model, optimizer=torch.optim.SGD(groups_of(model), lr=1.0),
         data_loader=DataLoader(data, batch_size=batch, collate_fn=collate),
         noise_multiplier=setting.noise_multiplier, max_grad_norm=setting.max_grad_norm,
-        poisson_sampling=setting.poisson, grad_sample_mode=mode,
+        poisson_sampling=setting.sampling == "poisson", grad_sample_mode=mode,
     )  # fmt: skip
     seen = Observer(setting, model, inside)
     c = setting.max_grad_norm
@@ -638,7 +666,7 @@ def attack_opacus(setting: Setting, inside: Tensor, delta: float, mode: str) -> 
             came.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))
             before = seen.scores.clone()
             seen.release(scales, setting.noise_multiplier, came, optimizer.expected_batch_size / c)
-            if setting.rate < 1 and not setting.poisson:
+            if setting.rate < 1 and setting.sampling == "loader":
                 # In the loader's order a canary can only have been in one batch.
                 mine = torch.arange(len(inside), device="cpu") * setting.steps // len(inside)
                 seen.scores = torch.where(mine == len(seen.noise) - 1, seen.scores, before)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -25,7 +26,7 @@ from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.clipping import adaptive
 from fastclip.data import design as recorded
-from fastclip.data import plan
+from fastclip.data import loader, plan
 from fastclip.data.loader import PoissonSampler
 from fastclip.data.plan import SamplingPlan
 from fastclip.engine import optimizer as optimizers
@@ -228,6 +229,30 @@ def as_many_steps_as_samples() -> AbstractContextManager[None]:
     return replaced(SamplingPlan, "sampler", made)
 
 
+def allocating(change: Callable[..., list[Tensor]]) -> Callable[[], Any]:
+    """Replaces a pass of a random allocation by `change(its own function, n, t, k, generator)`."""
+    return lambda: replaced(loader, "allocation", lambda own: partial(change, own))
+
+
+def _same_allocation() -> AbstractContextManager[None]:
+    """Makes every pass of a run of the same choice."""
+    kept: dict[Any, list[Tensor]] = {}
+    return allocating(lambda own, n, *of: kept.setdefault((n, *of[:2]), own(n, *of)))()
+
+
+def _equal_shares(_: Any, n: int, steps: int, *__: Any) -> list[Tensor]:
+    return [share.sort().values for share in torch.randperm(n, device="cpu").tensor_split(steps)]
+
+
+def _by_number(_: Any, n: int, steps: int, *__: Any) -> list[Tensor]:
+    return [torch.arange(step, n, steps, device="cpu") for step in range(steps)]
+
+
+def _independent(_: Any, n: int, steps: int, *__: Any) -> list[Tensor]:
+    drawn = torch.rand((steps, n), dtype=torch.float32, device="cpu") < 1 / steps
+    return [one.nonzero().flatten() for one in drawn]
+
+
 def size_of_data() -> AbstractContextManager[None]:
     """Sets B = int(N q), whatever was asked for."""
 
@@ -277,6 +302,7 @@ def at_mean_rate() -> AbstractContextManager[None]:
 FOUR = Setting("four steps", 2.0, 4, max_grad_norm=2.0)
 PHYSICAL = Setting("physical batches", 2.0, 4, physical=1024)
 DRAWN = Setting("q = 0.2", steps=10, rate=0.2)
+ALLOCATED = Setting("allocation, 2 passes", steps=20, rate=0.1, sampling="allocation")
 UNITS = Setting("units of 3 rows", rows=3)
 TIED = Setting("tied weights", tied=True)
 COUNTED = Setting("adaptive, counts", 2.8, 8, clipping=adaptive(count_noise_ratio=6.0))
@@ -488,6 +514,14 @@ MUTANTS = (
     Mutant("draws of one size", DRAWN, draws(of_one_size)),
     Mutant("a shuffled pass, cut to batches", DRAWN, draws(shuffled)),
     Mutant("drawn at twice the rate", DRAWN, rates(2.0)),
+    Mutant("the same allocation in every pass", ALLOCATED, _same_allocation),
+    Mutant("an allocation into equal shares", ALLOCATED, allocating(_equal_shares)),
+    Mutant("an allocation by the numbers of rows", ALLOCATED, allocating(_by_number)),
+    Mutant("Poisson batches recorded as an allocation", ALLOCATED, allocating(_independent)),
+    Mutant("every second pass of an allocation recorded", ALLOCATED,
+           accounting(lambda k, sigma, q: (sigma, q) if k % 2 else None)),
+    Mutant("an allocation recorded among twice the batches", ALLOCATED,
+           accounting(lambda k, sigma, q: (sigma, replace(q, steps=2 * q.steps)))),
     Mutant("draws that are cut, recorded as uncut", CUT, recorded_uncut),
     Mutant("draws cut to their first rows", CUT, first_samples),
     Mutant("several rates recorded as their mean", WEIGHTED, at_mean_rate),

@@ -145,14 +145,14 @@ class Request:
         for name in ("sample_rate", "max_batch_size", "unit_ids"):
             if getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"{name} expects Poisson sampling or an allocation, got the data loader's own sampler. "
-                    f"Omit poisson_sampling=False, or omit {name}.",
+                    f"{name} expects Poisson sampling or an allocation, got the data loader's own "
+                    f"sampler. Omit poisson_sampling=False, or omit {name}.",
                     doc="unsupported-options",
                 )
         if self.views != 1:
             raise ArgumentError(
-                f"views={self.views} expects Poisson sampling or an allocation, whose sampler counts the "
-                "samples of a batch. Omit poisson_sampling=False, or omit views.",
+                f"views={self.views} expects Poisson sampling or an allocation, whose sampler counts "
+                "the samples of a batch. Omit poisson_sampling=False, or omit views.",
                 doc="unsupported-options",
             )
 

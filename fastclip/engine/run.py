@@ -26,7 +26,7 @@ from fastclip.clipping.resolve import named
 from fastclip.core.checks import between, not_negative, positive
 from fastclip.core.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
 from fastclip.counts.lines import said_of_overlaps, worded
-from fastclip.data.design import AsPlanned, Releases, SamplingDesign, planned_history
+from fastclip.data.design import ALLOCATED, AsPlanned, Releases, SamplingDesign, planned_history
 from fastclip.data.loader import draws_securely
 from fastclip.data.plan import SAMPLING, Request, call_for_loader
 from fastclip.distributed.processes import bare, ranks_of, report, uncompiled
@@ -298,6 +298,14 @@ def noise_for(
         say(
             "make_private_with_epsilon plans as if nothing was spent, but this engine has recorded "
             "steps, so the overall epsilon will be higher than target_epsilon. Lower target_epsilon.",
+            doc="privacy-budget",
+        )
+    steps = design.steps_in(epochs)
+    if design.sampler == ALLOCATED and steps % design.steps:
+        say(
+            f"A budget of {epochs:g} epochs with sampling='allocation' covers "
+            f"{-(-steps // design.steps)} whole passes, because a pass that ends early costs as much as "
+            "a whole one. Plan whole epochs.",
             doc="privacy-budget",
         )
     schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
