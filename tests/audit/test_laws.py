@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fastclip.accounting import TruncatedPoisson
+from fastclip.accounting import RandomAllocation, TruncatedPoisson
 from fastclip.audit import laws
 from fastclip.audit.laws import of_repeats, of_squares, p_value, p_values_of_noise, shared
 
@@ -44,6 +44,28 @@ def _cut(rng: np.random.Generator, most: int = 1000) -> np.ndarray:
     return np.stack([np.isin(np.arange(5000), rows) for rows in drawn])
 
 
+def _allocated(rng: np.random.Generator, rate: RandomAllocation) -> np.ndarray:
+    """Ten batches of 4000 rows: whole passes, and the begin of another one."""
+    a_pass = lambda: rng.random((rate.steps, 4000)).argsort(0) < rate.times  # noqa: E731
+    return np.concatenate([a_pass() for _ in range(3)])[:10]
+
+
+def test_batches_that_are_no_allocation() -> None:
+    rng = np.random.default_rng(0)
+    rate = RandomAllocation(5)
+    one, even = _allocated(rng, rate)[:5], np.arange(4000) % 5 == np.arange(5)[:, None]
+    independent, shifted = rng.random((10, 4000)) < 0.2, np.roll(one, 1, axis=0)
+    pairs = np.repeat(_allocated(rng, rate)[:, :2000], 2, axis=1)
+    for came, why in (
+        (independent, "times"), (np.concatenate([one, one]), "steps"),
+        (np.concatenate([one, shifted]), "steps"), (np.concatenate([even, even]), "sizes"),
+        (np.tile(pairs[:5], (4, 1)), "rows"),
+    ):  # fmt: skip
+        found = laws.p_values_of_draws(torch.from_numpy(1.0 * came), [rate] * len(came))
+        assert found[why] < 1e-5, why
+    assert laws.p_values_of_draws(torch.from_numpy(1.0 * one), [0.2] * 5)["steps"] < 1e-5
+
+
 def test_rows_that_never_come() -> None:
     """Those of weight 0 are left out of the law of chance; one that comes refutes it."""
     generator = torch.Generator().manual_seed(0)
@@ -61,15 +83,18 @@ def test_rows_that_never_come() -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("kind", ["one rate", "several rates", "cut"])
+@pytest.mark.parametrize("kind", ["one rate", "several rates", "cut", "one of 5", "2 of 4"])
 def test_p_values_of_draws_are_uniform_or_larger(kind: str) -> None:
     rng = np.random.default_rng(0)
     weights = torch.from_numpy(QUARTERS) if kind == "several rates" else None
-    rates = [CUT if kind == "cut" else 0.2] * 10
+    allocated = {"one of 5": RandomAllocation(5), "2 of 4": RandomAllocation(4, 2)}.get(kind)
+    rates = [allocated or (CUT if kind == "cut" else 0.2)] * 10
     found = []
     for _ in range(200):
         factors = 1 if weights is None else QUARTERS
         came = _cut(rng) if kind == "cut" else rng.random((10, 8000)) < 0.2 * factors
+        if allocated is not None:
+            came = _allocated(rng, allocated)
         found.append(laws.p_values_of_draws(torch.from_numpy(1.0 * came), rates, weights))
     for look in found[0]:
         assert rare([one[look] for one in found]), look
