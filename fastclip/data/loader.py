@@ -39,6 +39,7 @@ from fastclip.data.iteration import (
 )
 from fastclip.data.sampling import allocation, permutation, poisson_sample, uniform_sample
 from fastclip.data.units import UnitBatch
+from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError, StepError
 from fastclip.ops.random import OwnStream, claim
 
@@ -266,6 +267,26 @@ def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
 # The samplers.
 
 
+class KeptOfAll:
+    """How many of a batch's units stay, if it is cut to a largest size on all ranks together.
+
+    Args:
+        ranks: the ranks that draw the other units. None: there are none.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+
+    def __reduce__(self) -> Any:
+        """Makes a copy for one process, because copies of a sampler report to nobody."""
+        return KeptOfAll, (None,)
+
+    def __call__(self, sampler: PoissonSampler, drawn: Tensor, most: int) -> int:
+        if self._ranks is None:
+            return most
+        return self._ranks.kept(len(drawn), most, sampler.some)
+
+
 class PoissonSampler(UniformWithReplacementSampler):
     """Opacus' Poisson sampler with exact rates, chosen samples, rates per sample and a largest batch.
 
@@ -309,6 +330,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.max_batch_size, self.secure, self.times = max_batch_size, secure, times
         self.shared = False
         """Whether other ranks draw the other samples."""
+        self.kept = KeptOfAll(None)
 
     @property
     def samples(self) -> Tensor | None:
@@ -375,7 +397,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         else:
             words = torch.rand(n, generator=self.stream(), dtype=torch.float64, device="cpu")
             drawn = (words < self._rates).nonzero().reshape(-1)
-        return drawn if most is None else drawn[self.some(len(drawn), most)]
+        return drawn if most is None else drawn[self.some(len(drawn), self.kept(self, drawn, most))]
 
     def some(self, n: int, most: int) -> Tensor:
         """Draws a uniformly random subset of `most` of n positions, in ascending order, or all n."""

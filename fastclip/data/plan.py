@@ -41,6 +41,7 @@ from fastclip.data.design import (
 from fastclip.data.draws import SampledBatches
 from fastclip.data.iteration import filling_of
 from fastclip.data.loader import (
+    KeptOfAll,
     PoissonSampler,
     UnitSampler,
     asks_at_once,
@@ -214,17 +215,11 @@ class SamplingPlan:
         """Returns the plan of this rank's share. Each sample or unit is in one share, which is public.
 
         Raises:
-            ArgumentError: only one process can sample in this way.
+            ArgumentError: a rank would have no sample.
         """
         design, choice = self.design, self.choice
         if ranks is None or ranks.count == 1 or choice is None:
             return self
-        if design.max_batch_size is not None:
-            raise ArgumentError(
-                "max_batch_size is not supported on several ranks, because each rank draws its share "
-                "independently. Omit max_batch_size.",
-                doc="unsupported-options",
-            )
         if design.units < ranks.count:
             what = "units" if design.unit == "unit" else "samples"
             raise ArgumentError(
@@ -291,6 +286,7 @@ class SamplingPlan:
             sampler = PoissonSampler(num_samples=n, samples=samples, rates=rates, **shared)
             sampler.shared = self.ranks is not None
         sampler.draw_separately(number)
+        sampler.kept = KeptOfAll(self.ranks)
         return sampler
 
 
@@ -490,8 +486,9 @@ def _agree_to_draw(
     Raises:
         ArgumentError: ranks differ. It names the difference.
     """
-    # ranks of a sharded model meet at every sampled batch, including those drawn ahead
-    ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
+    # ranks of a sharded model, or of cut batches, meet at every batch, including those drawn ahead
+    meet = ranks.shards or plan.design.max_batch_size is not None
+    ahead = meet and (data_loader.num_workers, data_loader.prefetch_factor)
     ranks.agree(
         {
             "sampling design": plan.design.described(),

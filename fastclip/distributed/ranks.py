@@ -94,10 +94,10 @@ class Ranks:
         if not isinstance(error, RanksDiffer):
             self._gathered(f"{type(error).__name__}: {error}")
 
-    def _gathered(self, mine: Any) -> list[Any]:
+    def _gathered(self, mine: Any, group: Any = None) -> list[Any]:
         found: list[Any] = [None] * self.count
         with reaching():
-            distributed.all_gather_object(found, mine, group=self._host)
+            distributed.all_gather_object(found, mine, group=group or self._host)
         return found
 
     def check_replicas(self) -> None:
@@ -134,6 +134,24 @@ class Ranks:
         with reaching():
             distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._draws)
         return int(found)
+
+    def kept(self, mine: int, most: int, subset: Callable[[int, int], Tensor]) -> int:
+        """Returns how many of this rank's units stay in a batch of `most` on all ranks together.
+
+        All ranks call this together, while a loader draws. Every subset of `most` units is equally
+        likely, if a rank keeps a uniformly random subset of its own.
+
+        Args:
+            mine: number of units that this rank has drawn.
+            subset: (n, m) -> a uniformly random subset of m of n positions. The first rank's is used.
+        """
+        sizes = self._gathered(mine, self._draws)
+        if sum(sizes) <= most:
+            return mine
+        ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
+        where = torch.searchsorted(ends, subset(sum(sizes), most), right=True)
+        shares = torch.bincount(where, minlength=self.count).tolist()
+        return int(self._gathered(shares, self._draws)[0][self.number])
 
     def in_step(self, **numbers: float) -> None:
         """Checks that all ranks are about to release the same step.

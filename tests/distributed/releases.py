@@ -17,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fastclip import FastPrivacyEngine
 from fastclip.errors import FastclipError
 from tests.distributed.training import (
     WRAPPERS,
@@ -234,7 +235,6 @@ def refusals() -> dict[str, str]:
         "strategy": told(lambda: private(module(), ("flat", "adaptive")[rank()])),
         "data": told(lambda: private(module(), data=(first, second)[rank()])),
         "weights": told(other_weights),
-        "cut": told(lambda: private(module(), max_batch_size=5)),
         "static graph": told(lambda: private(module(static_graph=True))),
         "apart": told(stepped_apart),
         "syncs": told(syncs),
@@ -276,10 +276,24 @@ def ordinary() -> bool:
     return bool(torch.equal(*both)) and bool(gradient.any())
 
 
+def cut(kind: str) -> Tensor:
+    """Which rows this rank draws in 600 batches of at most 5 on both ranks, bool [batches, N]."""
+    module = wrapped(kind)
+    *_, loader = FastPrivacyEngine(accountant="pld").make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(Rows(), batch_size=4), noise_multiplier=1.0, max_grad_norm=0.5,
+        sample_rate=4 / N, expected_batch_size=4.0, max_batch_size=5,
+    )  # fmt: skip
+    found = torch.zeros(600, N, dtype=torch.bool)
+    for number, (_, rows) in enumerate(batches(loader, 600)):
+        found[number, rows] = True
+    return found
+
+
 def releases(kind: str) -> dict[str, Any]:
     """All of it, on two ranks."""
     parts = (
-        noise, counts, epsilon, empty, one_row, torchs_sampler, shuffled, units, weighted
+        noise, counts, epsilon, empty, one_row, torchs_sampler, shuffled, units, weighted, cut
     )  # fmt: skip
     return {part.__name__: part(kind) for part in parts}
 

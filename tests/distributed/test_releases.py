@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
+from scipy.stats import binom, binomtest, chi2, chisquare
 
 from tests.distributed import training, world
 from tests.distributed.releases import SIGMA
@@ -147,13 +147,25 @@ def test_units_are_clipped_whole(found) -> None:
         assert norm <= C * len({row // 3 for row in rows}) * (1 + 1e-9)
 
 
+def test_batches_are_cut_on_all_ranks_together(found) -> None:
+    """To 5 rows of both, each as often as any other; tests at a level of 1e-4."""
+    first, second = (rank["cut"] for rank in found)
+    assert not (first & second).any()
+    assert not first[:, 1::2].any()
+    both = first | second
+    sizes = both.sum(1)
+    assert int(sizes.max()) == 5
+    often = binomtest(int((sizes == 5).sum()), len(sizes), float(binom.sf(4, N, 4 / N)))
+    assert often.pvalue > 1e-4
+    assert chisquare(both[sizes == 5].sum(0)).pvalue > 1e-4
+
+
 REFUSED = {
     "sigma": "same noise_multiplier, got 1.0 on rank 0 and 2.0 on rank 1",
     "rate": "the same sampling design",
     "strategy": "same (clipping|max_grad_norm)",
     "data": "the same sampling design",
     "weights": "same weights",
-    "cut": "Omit max_batch_size",
     "static graph": "Omit static_graph",
     "apart": "noise_multiplier, got 1 on one and 2 on another",
     "syncs": "Leave the setting as make_private set it",
