@@ -20,7 +20,7 @@ from fastclip.core.torch_names import is_functorch_wrapped
 from fastclip.errors import ArgumentError
 
 
-def write_whole(path: Any, write: Callable[[Any], None]) -> None:
+def write_whole(path: Any, write: Callable[[Any], None], *, secret: bool = False) -> None:
     """Writes a file atomically: `path` holds the old file or the new one, even if the machine stops.
 
     If several processes or threads write it at the same time, the last one wins. Symbolic links are
@@ -28,6 +28,7 @@ def write_whole(path: Any, write: Callable[[Any], None]) -> None:
 
     Args:
         path: of a file; or an open file, which is written to directly.
+        secret: only its owner may read the file, also if it replaces one.
 
     Raises:
         ArgumentError: the path is not a regular file.
@@ -45,10 +46,10 @@ def write_whole(path: Any, write: Callable[[Any], None]) -> None:
             f"A file expects a name that is free, or a regular file's, got {path}, which is "
             f"{_kind(old.st_mode)}. Choose another name."
         )
-    part = _new_part(final.parent, 0o666 if old is None else 0o600)
+    part = _new_part(final.parent, 0o666 if old is None and not secret else 0o600)
     try:
         write(part)
-        if old is not None:
+        if old is not None and not secret:
             _share_as(part, old)
         with part.open("rb+") as file:  # a name may reach the disk before its data
             os.fsync(file.fileno())

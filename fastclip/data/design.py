@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
@@ -259,7 +260,7 @@ class Releases:
         self, design: SamplingDesign, draws: SampledBatches, accountant: Callable[[], Ledger],
         ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        self.design, self._draws, self._accountant = design, draws, accountant
+        self.design, self.draws, self._accountant = design, draws, accountant
         self._of_ranks = ranks is not None
         self._rate: Any = accounted_rate(design)
         self._amplified = design.poisson or design.sampler == ALLOCATED
@@ -267,6 +268,8 @@ class Releases:
         """Number of steps of one Poisson batch each, by noise multiplier."""
         self.steps = 0
         """Number of recorded steps of this model."""
+        self.valid_until_release: list[Path] = []
+        """Files that would repeat batches after the next step, and are deleted before it."""
         self.planned: int | None = None
         """Number of steps that a budget covers. None: there is no budget, or a step has passed it."""
 
@@ -281,6 +284,8 @@ class Releases:
         Raises:
             fastclip.errors.*: as `_record`. Nothing is released.
         """
+        while self.valid_until_release:
+            self.valid_until_release.pop().unlink(missing_ok=True)
         self._record(optimizer)
         if self.planned is None:
             return
@@ -316,7 +321,7 @@ class Releases:
         releasing = getattr(optimizer, "releasing", True)
         shares = self._unknown(joined, releasing)
         if shares > (not self._amplified):  # in an order, a single one is a normal step
-            self._draws.unknown.say(self.design.rate if self._amplified else None)
+            self.draws.unknown.say(self.design.rate if self._amplified else None)
             with accountant.on_all_ranks():
                 accountant.step(noise_multiplier=sigma / shares, sample_rate=1.0)
             self.steps += 1
@@ -328,7 +333,7 @@ class Releases:
             self.steps += 1
             return
         known = self.design.sampler != STREAM and releasing
-        passes = self._draws.released if known else []
+        passes = self.draws.released if known else []
         cuts = accountant.check_cuts()
         costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
         rate = self._rate if passes else 1.0  # its samples may be unknown
@@ -341,7 +346,7 @@ class Releases:
 
     def _unknown(self, joined: int, releasing: bool) -> int:
         """Times that a sample may be in a release with batches of unknown source. 0: there are none."""
-        draws = self._draws
+        draws = self.draws
         if not releasing:  # `add_noise` was called by hand
             return 0 if draws.watching and self.design.poisson else joined
         unknown = draws.unknown.released

@@ -320,6 +320,9 @@ class SampledBatches:
         """Makes all ranks hand out equally many physical batches, if they must."""
         self.at_once = False
         """Whether the data set is asked for all samples of a batch at once (`SampledBatch.at_once`)."""
+        self.resumed: tuple[int, float, int] | None = None
+        """Of the next pass: batches used before this run, the noise that was recorded, and cuts."""
+        self._before = 0
         self.stream = False
         """Whether the samples come from a stream, which may give fewer than were drawn."""
 
@@ -352,7 +355,10 @@ class SampledBatches:
         if last is not None and last.draw.iteration is iteration and last.place == place:
             self._waiting.pop()  # a sampler around this one skipped it, or reading it failed
         self._largest = max(self._largest, size)
-        draw = SampledBatch(size, iteration, units, released_by=released_by, at_once=at_once)
+        draw = SampledBatch(
+            size, iteration, units, released_by=released_by, at_once=at_once,
+            number=self._before + iteration.drawn,
+        )  # fmt: skip
         self._add(PhysicalBatch(draw, place))
 
     def exhausted(self, iteration: Iteration) -> None:
@@ -391,6 +397,8 @@ class SampledBatches:
         self._passed.new_pass(before, [b for b in out if b in gone], self._lags is False)
         self.watching, self._lags, self._locked = True, None, ""
         self._pace.begin()
+        self._before, iteration.recorded, iteration.cuts = self.resumed or (0, inf, 0)
+        iteration.done, self.resumed = self._before, None
         if before is not None and before.used and before.over:
             self._check_empty([*gone], before)
 
@@ -418,6 +426,11 @@ class SampledBatches:
     def reads(self, who: Any) -> bool:
         """Whether this iterator of a DataLoader has drawn from the sampler."""
         return who in self._read_by
+
+    @property
+    def newest(self) -> Iteration | None:
+        """The newest pass over the data. None before the first."""
+        return None if self._newest is None else self._newest.draw.iteration
 
     @property
     def in_hand(self) -> frozenset[int]:
@@ -530,6 +543,7 @@ class SampledBatches:
         self.released = list(dict.fromkeys(b.draw.iteration for b in self._used if known))
         for draw in {b.draw for b in self._used}:
             draw.released_by.append(self)
+            draw.iteration.done = max(draw.iteration.done, draw.number)
         self._used.clear()
 
     def give_up(self, *, forget: bool) -> None:

@@ -123,6 +123,8 @@ class Iteration:
     """A batch is a number of samples asked of a stream, which may give fewer, or none."""
     first: int = 0
     """Position of the first batch."""
+    done: int = 0
+    """Number of its batches up to the last released one, also before a resume."""
 
     def next_place(self, who: Any) -> int:
         """Counts the batch that is being drawn, and returns its position.
@@ -201,6 +203,8 @@ class SampledBatch:
     """Models that have released it. One list for all models that hear of this sampler's batches."""
     at_once: bool = False
     """The data set was asked for several samples by one key, and lays them out along an axis."""
+    number: int = 0
+    """Number of this batch in its pass, from 1."""
 
     def credit(self, samples: int, calls: int) -> None:
         """Credits a backward pass over `samples` of its samples, through `calls` calls of the model.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -315,6 +316,10 @@ class PoissonSampler(UniformWithReplacementSampler):
     max_batch_size: int | None = None
     secure = False
     times: int | None = None
+    begun: Tensor | None = None
+    """State of the stream at the start of the newest pass. None in secure mode."""
+    resumed: tuple[Tensor, int] | None = None
+    """The same for the next pass, and how many of its batches were used before."""
     _own: OwnStream | None = None
 
     def __init__(
@@ -343,6 +348,22 @@ class PoissonSampler(UniformWithReplacementSampler):
         return None if self._rates is None else self._rates.clone()
 
     def __iter__(self) -> Iterator[list[int]]:
+        yield from islice(self.one_pass(), self._begin(), None)
+
+    def _begin(self) -> int:
+        """Begins a pass. Returns how many of its batches were used before the run was resumed."""
+        if self.secure:
+            return 0
+        stream, used = self.stream(), 0
+        if self.resumed is not None:
+            state, used = self.resumed
+            stream.set_state(state)
+            self.resumed = None
+        self.begun = stream.get_state()
+        return used
+
+    def one_pass(self) -> Iterator[list[int]]:
+        """Draws all batches of a pass, numbers of samples."""
         for drawn in self.batches():
             yield (drawn if self._samples is None else self._samples[drawn]).tolist()
 
@@ -515,7 +536,8 @@ class UnitSampler(PoissonSampler):
             largest if max_samples_per_unit is None else min(largest, max_samples_per_unit)
         )
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def one_pass(self) -> Iterator[list[int]]:
+        """Draws all batches of a pass, numbers of samples, unit by unit."""
         for drawn in self.batches():
             samples: list[int] = []
             sizes = []

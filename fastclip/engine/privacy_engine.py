@@ -32,6 +32,7 @@ from fastclip.counts.query import CountQuery
 from fastclip.counts.release import NoisyCounts, PaidCounts
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import SAMPLING, Request, checked_plan
+from fastclip.data.resume import load_sampling, save_sampling
 from fastclip.data.sampling import Sampling
 from fastclip.distributed.checkpoints import model_of
 from fastclip.distributed.processes import check_who_writes, reported_to_ranks
@@ -450,12 +451,9 @@ class FastPrivacyEngine(PrivacyEngine):
             ArgumentError: another model, samples that do not lie along axis 0, or both cuda_graph and
                 compile.
         """
-        grad_states = [
-            grad_state for run in self._runs if (grad_state := run.grad_state) is not None
-        ]
         return make_step(
-            grad_states, model, loss_function, physical_batch=physical_batch, cuda_graph=cuda_graph,
-            compile=compile,
+            self._grad_states() if self._runs else [], model, loss_function,
+            physical_batch=physical_batch, cuda_graph=cuda_graph, compile=compile,
         )  # fmt: skip
 
     def count(
@@ -566,11 +564,7 @@ class FastPrivacyEngine(PrivacyEngine):
         writes = ranks is None or ranks.number == 0
         save_checkpoint(self.accountant, writes=writes, path=path, module=module, **options)
 
-    def load_checkpoint(
-        self, *, path: Any, module: nn.Module, optimizer: Any = None, noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None, module_load_dict_kwargs: dict[str, Any] | None = None,
-        torch_load_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    def load_checkpoint(self, *, path: Any, module: nn.Module, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Resumes from a file of `save_checkpoint`, or of Opacus.
 
         Steps that this engine has recorded stay recorded, even if the model returns to an earlier state:
@@ -588,11 +582,30 @@ class FastPrivacyEngine(PrivacyEngine):
             ArgumentError: the file is damaged, lacks the privacy spent, or was accounted for by another
                 mechanism. Nothing is loaded.
         """
-        return load_checkpoint(
-            self.accountant, path=path, module=module, optimizer=optimizer,
-            noise_scheduler=noise_scheduler, grad_clip_scheduler=grad_clip_scheduler,
-            module_load_dict_kwargs=module_load_dict_kwargs, torch_load_kwargs=torch_load_kwargs,
-        )  # fmt: skip
+        return load_checkpoint(self.accountant, path=path, module=module, **options)
+
+    def save_sampling(self, path: Any) -> None:
+        """Saves where the pass over the data stands, to continue it in another process.
+
+        The file is deleted before the next step, whose batch must not be drawn again. It tells which
+        samples are in which batch, and only its owner may read it. Each rank has a file of its own.
+
+        Raises:
+            StepError: secure mode keeps no state, or the loader's own sampler draws.
+        """
+        run = self._last_run()
+        save_sampling(path, run.releases, run.loader(), run.state.ranks)
+
+    def load_sampling(self, path: Any) -> None:
+        """Continues a saved pass: the next one over the loader hands out the batches that were left.
+
+        Call it after make_private and `load_checkpoint`.
+
+        Raises:
+            ArgumentError: there is no such file, or data, sampling or ledger differ.
+        """
+        run = self._last_run()
+        load_sampling(path, run.releases, run.loader(), run.state.ranks)
 
     def run_state(self, *, module: nn.Module, optimizer: Any) -> RunState:
         """The state of the run for torch.distributed.checkpoint, where each rank saves its own part.
