@@ -62,6 +62,16 @@ def private(*columns: Tensor, **options: Any) -> Known:
     return {**known, **dict(zip(("model", "optimizer", "loader"), made, strict=True))}
 
 
+def suspended() -> Known:
+    """A run that has saved where its pass stands."""
+    known = private()
+    known["engine"].save_checkpoint(
+        path="run.pt", module=known["model"], optimizer=known["optimizer"]
+    )
+    known["engine"].save_sampling("run.sampling")
+    return known
+
+
 class Scale(nn.Module):
     """A layer whose only parameter multiplies."""
 
@@ -248,7 +258,9 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
         plain, private, private, checked_model,
     ],
     "docs/federated.md": [federated, watched, dict],
-    "docs/guarantee.md": [lambda: plain() | {"patient_of_row": torch.arange(64) // 2}, plain],
+    "docs/guarantee.md": [
+        lambda: plain() | {"patient_of_row": torch.arange(64) // 2}, plain, private, suspended, plain,
+    ],
     "docs/huggingface.md": [trainer],
     "docs/lightning.md": [lightning, lightning],
     "docs/llm.md": [PRODUCTS, PRODUCTS, preferences, language_model, PRODUCTS, adapted],

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine
+from fastclip.accounting import RandomAllocation
 from fastclip.errors import ArgumentTypeError
 from tests.refusal import refused
 
@@ -256,6 +257,16 @@ def test_a_loader_of_its_own_order() -> None:
         module, _ = base.fit(who, told, data=data, kind=base.Direct)
         assert module.sizes == [12] * 8
         assert who.accountant.history == [(1.0, 1.0, 2 * fits)]
+
+
+def test_a_random_allocation() -> None:
+    """Each row once in every pass, which is recorded as a whole."""
+    who = FastPrivacyEngine(accountant="prv")
+    told = {"noise_multiplier": 1.0, "sampling": "allocation"}
+    data = integration.DPLightningDataModule(over(rows()))
+    module, _ = base.fit(who, told, data=data, kind=base.Direct)
+    assert [sum(module.sizes[:4]), sum(module.sizes[4:])] == [48, 48]
+    assert who.accountant.history == [(1.0, RandomAllocation(4), 2)]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from opacus.accountants import RDPAccountant
 
 from fastclip import clipping
+from fastclip.accounting import RandomAllocation
 from tests.integrations.tiny import (
     BATCH,
     ROWS,
@@ -275,6 +276,17 @@ def test_a_language_model_is_averaged_row_by_row(tmp_path: Path) -> None:
     assert norms(grads).max() > 0.5
     found = dict(zip([name for name, _ in model.named_parameters()], sums, strict=True))
     assert relative_error(found, clipped_sum(grads, 0.5)) < 1e-5
+
+
+def test_a_random_allocation(tmp_path: Path) -> None:
+    """Each row once in every epoch, which is recorded as a whole."""
+    run = trainer(
+        tmp_path, privacy={"sampling": "allocation", "accountant": "prv"},
+        arguments={"num_train_epochs": 2, "max_steps": -1},
+    )  # fmt: skip
+    run.train()
+    steps = run.state.max_steps // 2
+    assert run.engine.accountant.history == [(1.0, RandomAllocation(steps), 2)]
 
 
 def test_label_smoothing_is_the_trainer_s(tmp_path: Path) -> None:
