@@ -206,15 +206,9 @@ def records(design: SamplingDesign, sigmas: Sequence[float]) -> list[Entry]:
     Args:
         sigmas: noise multipliers of the steps, in order. The first begins a pass over the data.
     """
-    rate = accounted_rate(design)
-    found: list[Entry] = []
-    for start in range(0, len(sigmas), design.recorded_steps):
-        least = float("inf")
-        for sigma in sigmas[start : start + design.recorded_steps]:
-            if sigma < least:
-                found.append((sigma, rate, 1))
-                least = sigma
-    return runs(found)
+    rate, length = accounted_rate(design), design.recorded_steps
+    starts = range(0, len(sigmas), length)
+    return runs((min(sigmas[start : start + length]), rate, 1) for start in starts)
 
 
 @dataclass(frozen=True)
@@ -242,12 +236,12 @@ class Releases:
     Formal guarantee: Poisson steps are subsampled Gaussian mechanisms at the design's rate. In a
     shuffled or given order a sample is in one step of each pass, and its content does not influence
     which one. For neighbors in which a sample is zeroed out, a pass is therefore one Gaussian mechanism
-    of q = 1 with the noise of that step (parallel composition). It is recorded at the least noise of the
-    pass. A random allocation is recorded in the same way, as a whole pass before its first step. If it
-    ends early, what was released is post-processing of the whole. A step that may hold samples of
-    another step of the pass (`Pace`) is a mechanism of its own. So is every step on a stream, and every
-    step on batches of an unknown source, whose noise multiplier is divided by their number
-    (`UnknownPasses`).
+    of q = 1 with the noise of that step (parallel composition). It is recorded before its first step, at
+    the least noise that the schedule has in the pass. Noise that falls further is recorded as another
+    pass. A random allocation is recorded in the same way. If it ends early, what was released is
+    post-processing of the whole. A step that may hold samples of another step of the pass (`Pace`) is a
+    mechanism of its own. So is every step on a stream, and every step on batches of an unknown source,
+    whose noise multiplier is divided by their number (`UnknownPasses`).
 
     Args:
         design: the sampling design.
@@ -337,12 +331,24 @@ class Releases:
         cuts = accountant.check_cuts()
         costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
         rate = self._rate if passes else 1.0  # its samples may be unknown
+        if costly:
+            sigma = self._least(optimizer, self.design.steps - min(each.done for each in costly))
         with accountant.on_all_ranks():
             for _ in range(len(costly) if passes else 1):
                 accountant.step(noise_multiplier=sigma, sample_rate=rate)
         for each in costly:
             each.recorded, each.cuts = sigma, accountant.check_cuts()
         self.steps += 1
+
+    def _least(self, optimizer: DPOptimizer, steps: int) -> float:
+        """The least noise multiplier of this step and the next `steps` ones, by the schedule."""
+        sigma = optimizer.noise_multiplier
+        state = getattr(getattr(optimizer, "grad_state", None), "clipping", None)
+        if state is None:
+            return sigma
+        schedule, first = state.strategy.noise, state.first_multiplier
+        ahead = (first * schedule.factor(state.step + k) for k in range(1, steps + 1))
+        return min(sigma, min(ahead, default=sigma))
 
     def _unknown(self, joined: int, releasing: bool) -> int:
         """Times that a sample may be in a release with batches of unknown source. 0: there are none."""

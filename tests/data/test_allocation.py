@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.data import (
 
 from fastclip import FastPrivacyEngine
 from fastclip.accounting.allocation import RandomAllocation
+from fastclip.clipping import StepNoise, dp_sgd
 from fastclip.data.sampling import Allocation, OwnOrder, Poisson, allocation
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.refusal import refused
@@ -114,6 +116,23 @@ def test_less_noise_within_a_pass_is_recorded_in_addition() -> None:
         step(model, optimizer, x)
     rate = RandomAllocation(T, 1)
     assert engine.accountant.history == [(1.0, rate, 1), (0.5, rate, 1)]
+
+
+@pytest.mark.parametrize("sampling", ["allocation", "loader"])
+def test_a_schedule_is_recorded_at_the_least_noise_of_each_pass(sampling: str) -> None:
+    """As planned, and before the first step, which has more noise."""
+    strategy = replace(dp_sgd(), noise=StepNoise(2 * T, T, 0.9))
+    engine, model, optimizer, loader = private(sampling=sampling, clipping=strategy)
+    sigmas = []
+    for passes in range(2):
+        for x, _ in loader:
+            sigmas.append(optimizer.noise_multiplier)
+            step(model, optimizer, x)
+            assert len(engine.accountant.history) == passes + 1
+    rate = RandomAllocation(T) if sampling == "allocation" else 1.0
+    assert len(set(sigmas)) == T
+    assert engine.accountant.history == [(min(sigmas[:T]), rate, 1), (min(sigmas[T:]), rate, 1)]
+    assert list(engine.mechanism(epochs=2).planned) == engine.accountant.history
 
 
 def test_epsilon_is_below_that_of_poisson_sampling() -> None:
