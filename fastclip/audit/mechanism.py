@@ -40,6 +40,7 @@ from fastclip.audit.bounds import (
 )
 from fastclip.audit.laws import of_repeats, of_squares, shared
 from fastclip.clipping import Clipping, Thresholds, dp_sgd
+from fastclip.data.sampling import CyclicPoisson
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 # -------------------------------------------------------------------------------------------------
@@ -201,7 +202,8 @@ class Setting:
         expected: B over the average size of a sampled batch.
         physical: samples of a physical batch; None keeps the sampled batch whole.
         rows: number of samples of each canary. With several, a canary is a privacy unit.
-        sampling: "poisson", "allocation", or "loader", in which every pass takes all samples in order.
+        sampling: "poisson", "allocation", CyclicPoisson, or "loader", in which every pass takes all
+            samples in order. If it is cyclic, canaries that are out are samples without a gradient.
         secure: noise and sampling from ChaCha20.
         ranks: processes of DistributedDataParallel.
         weighted: every fourth canary is drawn at a quarter of the rate, and not guessed.
@@ -222,12 +224,17 @@ class Setting:
     expected: float = 1.0
     physical: int | None = None
     rows: int = 1
-    sampling: str = "poisson"
+    sampling: str | CyclicPoisson = "poisson"
     secure: bool = False
     ranks: int = 1
     weighted: bool = False
     cut: float | None = None
     most: int | None = None
+
+    @property
+    def groups_in_turn(self) -> int:
+        """Number of groups that are sampled in turn."""
+        return self.sampling.groups if isinstance(self.sampling, CyclicPoisson) else 1
 
 
 class Attacked(NamedTuple):
@@ -244,6 +251,7 @@ class Attacked(NamedTuple):
         history: steps that the engine recorded.
         claimed: epsilon that the engine states.
         weights: factors of the sampling rate, [canaries], if they differ.
+        turn: number of steps that are recorded as one, if groups are sampled in turn.
     """
 
     scores: Tensor
@@ -256,6 +264,7 @@ class Attacked(NamedTuple):
     history: list[Step]
     claimed: float
     weights: Tensor | None = None
+    turn: int = 1
 
 
 def attack(
@@ -308,7 +317,7 @@ class Observer:
         self.loud, self.guessed = loudness(len(inside), model.norm, float(first))
         self.norms = self.loud.double() * model.norm
         self.parts = self.loud.double() * model.parts[:, None]  # by parameter
-        self.present = inside | (setting.cut is not None)
+        self.present = inside | (setting.cut is not None or setting.groups_in_turn > 1)
         self.weights = torch.ones(len(inside), dtype=torch.float64, device="cpu")
         if setting.weighted:
             self.weights = weights_of(len(inside))
@@ -363,6 +372,10 @@ class Observer:
         rates = self.weights * self.setting.rate
         if self.setting.sampling == "loader":
             rates = self.weights
+        turn = self.setting.groups_in_turn
+        if turn > 1:
+            numbers = torch.arange(len(rates), dtype=torch.int64, device="cpu")
+            rates = torch.where(numbers % turn == (step - 1) % turn, turn * rates, 0.0)
         if self.setting.sampling != "allocation":
             self.scores += torch.logaddexp(rates.log() + exponents, torch.log1p(-rates))
             return
@@ -372,8 +385,7 @@ class Observer:
             self.before = self.scores
             self.sums = torch.full_like(exponents, -math.inf)
         self.sums = torch.logaddexp(self.sums, exponents)
-        rest = math.log(t - done) if done < t else -math.inf  # the steps to come, without evidence
-        rest = torch.full_like(exponents, rest)
+        rest = exponents.new_tensor(math.log(t - done) if done < t else -math.inf)  # steps to come
         self.scores = self.before + torch.logaddexp(self.sums, rest) - math.log(t)
 
     def found(self, history: list[Step], claimed: float) -> Attacked:
@@ -385,11 +397,22 @@ class Observer:
         noise = [n / level.gradients for n, level in zip(self.noise, levels, strict=False)]
         counts = [n / (level.counts or 1) for n, level in zip(self.counts, levels, strict=False)]
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        turn = self.setting.groups_in_turn
         return Attacked(
-            self.scores, self.guessed, torch.stack(noise), self.sizes, torch.stack(self.draws),
-            torch.cat([nothing, *counts]), self.reach, history, claimed,
-            self.weights[self.present] if self.setting.weighted else None,
+            self.scores, self.guessed, torch.stack(noise), self.sizes,
+            in_turn(torch.stack(self.draws), turn), torch.cat([nothing, *counts]), self.reach,
+            history, claimed, self.weights[self.present] if self.setting.weighted else None, turn,
         )  # fmt: skip
+
+
+def in_turn(draws: Tensor, groups: int) -> Tensor:
+    """The batches of each sample's own group, [turns, samples]; above 1 if it comes in another one."""
+    if groups == 1:
+        return draws
+    turns = draws.reshape(-1, groups, draws.shape[1])
+    group = torch.arange(draws.shape[1], dtype=torch.int64, device="cpu") % groups
+    own = turns.gather(1, group.expand(len(turns), 1, -1)).squeeze(1)
+    return own + 2 * (turns.sum(1) - own)
 
 
 def on_ranks(setting: Setting, inside: Tensor, delta: float) -> Attacked:
@@ -458,7 +481,7 @@ def one_step(
 
 ALARM = 1e-3
 """Probability that a whole command refutes any claim of an engine whose claims are true."""
-MADE = 29
+MADE = 30
 """Number of audits of the standard command, which share ALARM."""
 FEWEST = 900
 """Fewest canaries that detect a halved sigma in every setting (99%)."""
@@ -592,6 +615,7 @@ def faults_of(found: Attacked) -> list[str]:
     steps, taken = len(by_steps(found.history)), len(found.noise)
     rate = found.history[-1][1] if found.history else 1.0
     a_pass = rate.steps if isinstance(rate, RandomAllocation) else 1  # counts whole, once it begins
+    taken = -(-taken // found.turn)
     if steps != -(-taken // a_pass) * a_pass:
         faults.append(f"{steps} of {taken} steps are recorded")
     return faults

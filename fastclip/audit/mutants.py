@@ -229,6 +229,11 @@ def as_many_steps_as_samples() -> AbstractContextManager[None]:
     return replaced(SamplingPlan, "sampler", made)
 
 
+def _any_group(sampler: PoissonSampler, own: Any) -> Tensor:
+    sampler.turn = int(torch.randint(sampler.groups, ()))
+    return own(sampler)
+
+
 def allocating(change: Callable[..., list[Tensor]]) -> Callable[[], Any]:
     """Replaces a pass of a random allocation by `change(its own function, n, t, k, generator)`."""
     return lambda: replaced(loader, "allocation", lambda own: partial(change, own))
@@ -309,6 +314,7 @@ COUNTED = Setting("adaptive, counts", 2.8, 8, clipping=adaptive(count_noise_rati
 SECURE = Setting("secure", secure=True)
 FLAT, MOVING = NEIGHBORS
 _SAME = {setting.name: setting for setting in SETTINGS}
+CYCLIC = _SAME["five groups in turn"]
 GROUPS, WEIGHTS, LAYERS = (
     _SAME[name] for name in ("groups, same step", "reweighted, same step", "per layer")
 )
@@ -522,6 +528,10 @@ MUTANTS = (
            accounting(lambda k, sigma, q: (sigma, q) if k % 2 else None)),
     Mutant("an allocation recorded among twice the batches", ALLOCATED,
            accounting(lambda k, sigma, q: (sigma, replace(q, steps=2 * q.steps)))),
+    Mutant("groups that are not sampled in turn", CYCLIC, draws(_any_group)),
+    Mutant("groups at the rate of all rows", CYCLIC, rates(5.0)),
+    Mutant("a turn through the groups at the rate of all rows", CYCLIC,
+           accounting(lambda k, sigma, q: (sigma, q / 5))),
     Mutant("draws that are cut, recorded as uncut", CUT, recorded_uncut),
     Mutant("draws cut to their first rows", CUT, first_samples),
     Mutant("several rates recorded as their mean", WEIGHTED, at_mean_rate),

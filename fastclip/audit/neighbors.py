@@ -31,6 +31,7 @@ from fastclip.clipping import (
     sad_dpsgd,
     soft_ada_clip,
 )
+from fastclip.data.sampling import CyclicPoisson
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 
 FEWEST = 200
@@ -185,6 +186,7 @@ SETTINGS = (
     Setting("q = 0.2", steps=10, rate=0.2),
     Setting("allocation, 10 steps", steps=10, rate=0.1, sampling="allocation"),
     Setting("allocation, 2.5 passes", 1.4, 50, 0.05, sampling="allocation", physical=2048),
+    Setting("five groups in turn", steps=20, rate=0.1, sampling=CyclicPoisson(5)),
     Setting("q = 0.05, physical", 0.7, 40, rate=0.05, physical=1024),
     Setting("automatic", clipping=automatic()),
     Setting("adaptive, counts", 1.4, 2, clipping=adaptive(count_noise_ratio=6.0)),

@@ -30,6 +30,8 @@ TRUNCATED = "truncated Poisson"
 """Poisson sampling, and a batch of more than max_batch_size units is cut to a random subset."""
 ALLOCATED = "random allocation"
 """Every unit is in one batch of a pass, or in k, chosen uniformly and independently of all others."""
+CYCLIC = "cyclic Poisson"
+"""Poisson sampling from one of b groups of units, in turn."""
 SHUFFLED = "shuffled"
 """A random order, cut into batches. No unit is drawn independently of the others."""
 GIVEN_ORDER = "given order"
@@ -64,11 +66,12 @@ class SamplingDesign:
     "Tighter Privacy Analysis for Truncated Poisson Sampling" (arXiv 2508.15089), Poisson batches that
     are cut to a uniformly random subset. Their privacy cost depends on `units`, too. If the sampler is
     ALLOCATED, every unit is in exactly `times` of the `steps` batches of a pass, chosen uniformly and
-    independently of all others and of other passes.
+    independently of all others and of other passes. If the sampler is CYCLIC, a unit is in every
+    `groups`-th batch of a pass with probability `rate`, as if `poisson`, and in no other one.
     """
 
     sampler: str
-    """POISSON, TRUNCATED, ALLOCATED, SHUFFLED, GIVEN_ORDER or STREAM."""
+    """POISSON, TRUNCATED, ALLOCATED, CYCLIC, SHUFFLED, GIVEN_ORDER or STREAM."""
     rate: float
     """q, the largest probability to be in a batch: 1 / steps in an order, times / steps if ALLOCATED."""
     expected_batch_size: float
@@ -95,6 +98,8 @@ class SamplingDesign:
     """Number of workers that read a stream in parallel. Each may bring every sample."""
     times: int = 1
     """Number of batches of a pass that a unit is in, if ALLOCATED."""
+    groups: int = 1
+    """Number of groups of units, if CYCLIC."""
     canaries: Canaries | None = None
     """Samples of an audit that are in the data set."""
 
@@ -113,7 +118,9 @@ class SamplingDesign:
 
     @property
     def recorded_steps(self) -> int:
-        """Number of steps that are recorded as one: a pass, or 1 if a unit may be in every step."""
+        """Number of steps that are recorded as one: a pass, b, or 1 if a unit may be in every step."""
+        if self.sampler == CYCLIC:
+            return self.groups
         return self.steps if self.sampler in (ALLOCATED, SHUFFLED, GIVEN_ORDER) else 1
 
     def described(self) -> str:
@@ -177,7 +184,7 @@ def accounted_rate(design: SamplingDesign) -> Rate:
         return TruncatedPoisson(design.rate, design.units, design.max_batch_size)
     if design.sampler == ALLOCATED:
         return RandomAllocation(design.steps, design.times)
-    return design.rate if design.poisson else 1.0
+    return design.rate if design.sampler in (POISSON, CYCLIC) else 1.0
 
 
 def planned_history(
@@ -238,10 +245,11 @@ class Releases:
     which one. For neighbors in which a sample is zeroed out, a pass is therefore one Gaussian mechanism
     of q = 1 with the noise of that step (parallel composition). It is recorded before its first step, at
     the least noise that the schedule has in the pass. Noise that falls further is recorded as another
-    pass. A random allocation is recorded in the same way. If it ends early, what was released is
-    post-processing of the whole. A step that may hold samples of another step of the pass (`Pace`) is a
-    mechanism of its own. So is every step on a stream, and every step on batches of an unknown source,
-    whose noise multiplier is divided by their number (`UnknownPasses`).
+    pass. A random allocation is recorded in the same way, and so is each turn of a CYCLIC sampler
+    through its groups. If a pass ends early, what was released is post-processing of the whole. A step
+    that may hold samples of another step of the pass (`Pace`) is a mechanism of its own. So is every
+    step on a stream, and every step on batches of an unknown source, whose noise multiplier is divided
+    by their number (`UnknownPasses`).
 
     Args:
         design: the sampling design.
@@ -257,7 +265,7 @@ class Releases:
         self.design, self.draws, self._accountant = design, draws, accountant
         self._of_ranks = ranks is not None
         self._rate: Any = accounted_rate(design)
-        self._amplified = design.poisson or design.sampler == ALLOCATED
+        self._amplified = design.poisson or design.sampler in (ALLOCATED, CYCLIC)
         self._taken: Counter[float] = Counter()
         """Number of steps of one Poisson batch each, by noise multiplier."""
         self.steps = 0
@@ -329,10 +337,12 @@ class Releases:
         known = self.design.sampler != STREAM and releasing
         passes = self.draws.released if known else []
         cuts = accountant.check_cuts()
+        for each in passes:
+            each.enter(self.design.recorded_steps)
         costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
         rate = self._rate if passes else 1.0  # its samples may be unknown
         if costly:
-            sigma = self._least(optimizer, self.design.steps - min(each.done for each in costly))
+            sigma = self._least(optimizer, min(each.left for each in costly))
         with accountant.on_all_ranks():
             for _ in range(len(costly) if passes else 1):
                 accountant.step(noise_multiplier=sigma, sample_rate=rate)

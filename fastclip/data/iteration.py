@@ -125,6 +125,17 @@ class Iteration:
     """Position of the first batch."""
     done: int = 0
     """Number of its batches up to the last released one, also before a resume."""
+    turn: int | None = None
+    """Number of the steps that are recorded as one, to which the last released batch belongs."""
+    left: int = 0
+    """Number of these that are still to come."""
+
+    def enter(self, length: int) -> None:
+        """Notes that the last released batch belongs to `length` steps that are recorded as one."""
+        before, self.turn = self.turn, (self.done - 1) // length
+        self.left = length - 1 - (self.done - 1) % length
+        if before is not None and before != self.turn:
+            self.recorded = float("inf")
 
     def next_place(self, who: Any) -> int:
         """Counts the batch that is being drawn, and returns its position.

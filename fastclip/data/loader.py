@@ -306,6 +306,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         secure: draws from cryptographic randomness.
         times: random allocation. Each sample is in exactly `times` of the batches of a pass
             (`sampling.allocation`). None: Poisson sampling.
+        groups: step j of a pass draws only from samples j, j + groups, j + 2 groups, ...
 
     Formal guarantee: each of the n samples is in a batch independently of the others, with probability
     q, up to float rounding of 2^-77. In secure mode q is rounded down to 64 bits.
@@ -316,6 +317,9 @@ class PoissonSampler(UniformWithReplacementSampler):
     max_batch_size: int | None = None
     secure = False
     times: int | None = None
+    groups = 1
+    turn = 0
+    """The group that the next batch is drawn from."""
     begun: Tensor | None = None
     """State of the stream at the start of the newest pass. None in secure mode."""
     resumed: tuple[Tensor, int] | None = None
@@ -326,13 +330,15 @@ class PoissonSampler(UniformWithReplacementSampler):
         self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None,
         samples: Tensor | None = None, rates: Tensor | None = None,
         max_batch_size: int | None = None, secure: bool = False, times: int | None = None,
+        groups: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(
             num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps
         )
         self._samples = None if samples is None else samples.clone()
         self._rates = None if rates is None else rates.clone()
-        self.max_batch_size, self.secure, self.times = max_batch_size, secure, times
+        self.max_batch_size, self.secure = max_batch_size, secure
+        self.times, self.groups = times, groups
         self.shared = False
         """Whether other ranks draw the other samples."""
         self.kept = KeptOfAll(None)
@@ -370,7 +376,8 @@ class PoissonSampler(UniformWithReplacementSampler):
     def batches(self) -> Iterator[Tensor]:
         """Draws the batches of one pass, numbers from 0 to n - 1, int64, in ascending order."""
         if self.times is None:
-            for _ in range(self.steps):
+            for step in range(self.steps):
+                self.turn = step % self.groups
                 yield self.draw()
         else:
             source = None if self.secure else self.stream()
@@ -410,7 +417,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         Raises:
             StepError: this process is a fork of one that drew from the same generator.
         """
-        n, most = self.num_samples, self.max_batch_size
+        n, most = len(range(self.turn, self.num_samples, self.groups)), self.max_batch_size
         if self.secure:
             drawn = poisson_sample(n, self.sample_rate if self._rates is None else self._rates)
         elif self._rates is None:
@@ -418,7 +425,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         else:
             words = torch.rand(n, generator=self.stream(), dtype=torch.float64, device="cpu")
             drawn = (words < self._rates).nonzero().reshape(-1)
-        return drawn if most is None else drawn[self.some(len(drawn), self.kept(self, drawn, most))]
+        if most is not None:
+            drawn = drawn[self.some(len(drawn), self.kept(self, drawn, most))]
+        return drawn * self.groups + self.turn
 
     def some(self, n: int, most: int) -> Tensor:
         """Draws a uniformly random subset of `most` of n positions, in ascending order, or all n."""

@@ -28,6 +28,7 @@ from fastclip.data.collate import (
 from fastclip.data.dataset import SameSamples, digest_of
 from fastclip.data.design import (
     ALLOCATED,
+    CYCLIC,
     ENDLESS,
     GIVEN_ORDER,
     POISSON,
@@ -67,7 +68,14 @@ from fastclip.data.samplers import (
     length_of,
     order_of,
 )
-from fastclip.data.sampling import Allocation, OwnOrder, Sampling, sampling_law
+from fastclip.data.sampling import (
+    Allocation,
+    CyclicPoisson,
+    OwnOrder,
+    Poisson,
+    Sampling,
+    sampling_law,
+)
 from fastclip.data.units import unit_numbers
 from fastclip.distributed.ranks import Ranks
 from fastclip.distributed.shards import digest
@@ -130,10 +138,10 @@ class Request:
             )
         if self.own_order:
             self._check_own_sampler()
-        if isinstance(law, Allocation) and self.max_batch_size is not None:
+        if isinstance(law, (Allocation, CyclicPoisson)) and self.max_batch_size is not None:
             raise ArgumentError(
-                "max_batch_size is not supported with sampling='allocation', because its cost would "
-                "depend on the other samples. Omit max_batch_size.",
+                f"max_batch_size is not supported with sampling={law}, because its cost would depend on "
+                "the other samples. Omit max_batch_size.",
                 doc="unsupported-options",
             )
 
@@ -160,7 +168,7 @@ class Request:
     @property
     def beyond_opacus(self) -> list[str]:
         """Names of the given options that Opacus' own modes do not have."""
-        found = ["sampling"] if isinstance(self.sampling, Allocation) else []
+        found = ["sampling"] if isinstance(self.sampling, (Allocation, CyclicPoisson)) else []
         return found + [
             of.name for of in fields(self)[2:] if (value := getattr(self, of.name)) is not None
             and (of.default is None or value != of.default)
@@ -271,7 +279,7 @@ class SamplingPlan:
             "sample_rate": design.rate, "steps": design.steps, "secure": design.secure,
             "generator": generator,
             "max_batch_size": design.max_batch_size,
-            "times": design.times if design.sampler == ALLOCATED else None,
+            "times": design.times if design.sampler == ALLOCATED else None, "groups": design.groups,
         }  # fmt: skip
         rates = design.rates if self.ranks is None else choice.rates
         unit = self.unit if self.views == 1 else self._units()
@@ -300,10 +308,9 @@ def plan_sampling(
     """
     if request.own_order:
         return SamplingPlan(_of_its_own(data_loader, request, secure))
-    allocated = request.sampling if isinstance(request.sampling, Allocation) else None
-    choice = check_poisson(data_loader, distributed)
-    if allocated is not None:
-        _check_allocates(data_loader, choice)
+    choice, law = check_poisson(data_loader, distributed), request.sampling
+    if not isinstance(law, Poisson):
+        _check_alike(data_loader, choice, law)
     if choice.weights is not None or choice.rates is not None:
         weighted = _weighted(data_loader, request, choice, secure)
         return SamplingPlan(weighted, choice, views=request.views)
@@ -322,30 +329,32 @@ def plan_sampling(
         steps = steps_of(rate)
     elif rate is None:
         rate = 1 / steps if choice.a_pass == samples else min(1.0, choice.a_pass / samples / steps)
-    name = POISSON if request.max_batch_size is None else TRUNCATED
-    if allocated is not None:
-        name = ALLOCATED
-        steps, rate = _steps_of_allocation(allocated.times, len(data_loader), request.sample_rate)
+    name, own = POISSON if request.max_batch_size is None else TRUNCATED, {}
+    if isinstance(law, Allocation):
+        name, own = ALLOCATED, {"times": law.times}
+        steps, rate = _steps_of_allocation(law.times, len(data_loader), request.sample_rate)
     size = request.expected_batch_size
     if size is None:
         as_opacus = unit is None and rate == 1 / len(data_loader) and request.sample_rate is None
         # n / len, as n * (1 / len) may round off a whole sample (B = 0 for 49 samples in 49 batches)
         size = int(n / len(data_loader)) if as_opacus else n * rate
+    if isinstance(law, CyclicPoisson):
+        name, own, rate = CYCLIC, {"groups": law.groups}, _rate_in_groups(law.groups, rate, n)
+    public = None not in (request.sample_rate, request.expected_batch_size)
     return SamplingPlan(
         SamplingDesign(
-            name, rate, size, steps, n, times=1 if allocated is None else allocated.times,
-            public=None not in (request.sample_rate, request.expected_batch_size),
+            name, rate, size, steps, n, public=public and name != CYCLIC,
             max_batch_size=request.max_batch_size, unit="row" if unit is None else "unit",
             max_samples_per_unit=request.max_samples_per_unit,
-            unit_reduction=None if unit is None else request.unit_reduction, secure=secure,
+            unit_reduction=None if unit is None else request.unit_reduction, secure=secure, **own,
         ),
         choice, unit, views=request.views,
     )  # fmt: skip
 
 
-def _check_allocates(loader: DataLoader, choice: SamplerKind) -> None:
+def _check_alike(loader: DataLoader, choice: SamplerKind, law: Any) -> None:
     """Checks that every sample of a loader can be in as many batches of a pass as all others."""
-    if loader.drop_last:
+    if loader.drop_last and isinstance(law, Allocation):
         raise ArgumentError(
             "drop_last=True has nothing to drop with sampling='allocation', where batches vary in size "
             "and every sample is used. Pass a data loader with drop_last=False.",
@@ -353,10 +362,24 @@ def _check_allocates(loader: DataLoader, choice: SamplerKind) -> None:
         )
     if choice.weights is not None or choice.rates is not None:
         raise ArgumentError(
-            "sampling='allocation' uses all samples equally often, and the data loader has a "
+            f"sampling={law} uses all samples equally often, and the data loader has a "
             "WeightedRandomSampler. Pass a data loader with shuffle=True, or omit sampling.",
             doc="sampling",
         )
+
+
+def _rate_in_groups(groups: int, rate: float, units: int) -> float:
+    """Returns b q, the probability that a unit is in a batch of its own group.
+
+    Raises:
+        ArgumentError: there are more groups than units or batches of a pass.
+    """
+    if groups > units or groups * rate > 1 + 1e-9:
+        raise ArgumentError(
+            f"CyclicPoisson(groups={groups}) expects at most 1 / q = {1 / rate:.4g} groups, and a unit "
+            "in each. Use a smaller batch_size, or fewer groups."
+        )
+    return min(1.0, groups * rate)
 
 
 def _steps_of_allocation(times: int, batches: int, rate: float | None) -> tuple[int, float]:

@@ -32,7 +32,7 @@ def save_sampling(
     sampler, newest = _sampler_of(loader), releases.draws.newest
     state, done, recorded = sampler.begun, 0, math.inf
     if newest is not None:
-        done, recorded = newest.done, newest.recorded
+        done, recorded = newest.done, newest.recorded if newest.left else math.inf
     if state is None or done >= sampler.steps:  # the next batch begins a pass
         state, done, recorded = sampler.stream().get_state(), 0, math.inf
     saved = {

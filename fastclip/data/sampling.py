@@ -59,6 +59,27 @@ class Allocation(Sampling):
 
 
 @dataclass(frozen=True)
+class CyclicPoisson(Sampling):
+    """The units are in `groups` b groups, and every b-th step draws from the same one.
+
+    Unit i belongs to group i mod b. Step j of a pass draws each unit of group j mod b with probability
+    b q, so the expected batch is that of Poisson sampling at q. A unit is at most in every b-th step,
+    which correlated noise makes use of. With independent noise, b steps cost as much as one step of
+    Poisson sampling at b q. Groups follow from the order of the data set, so N is public.
+
+    Source: "(Amplified) Banded Matrix Factorization" (arXiv 2306.08153), section 4.
+
+    Args:
+        groups: b, at least 1 and at most the batches of a pass.
+    """
+
+    groups: int
+
+    def __post_init__(self) -> None:
+        keep(self, groups=whole("groups", self.groups, 1))
+
+
+@dataclass(frozen=True)
 class OwnOrder(Sampling):
     """The data loader's own sampler draws, without amplification ("loader")."""
 

@@ -180,7 +180,7 @@ def _expected_parts(sampler: Any, most: int) -> float:
     If samples have their own rates, q is their mean. If units are drawn, X counts units, which are not
     split, and m is the number of units of mean size that fit.
     """
-    n, rate = int(sampler.num_samples), float(sampler.sample_rate)
+    n, rate = int(sampler.num_samples) // getattr(sampler, "groups", 1), float(sampler.sample_rate)
     rates = getattr(sampler, "rates", None)
     if rates is not None:
         rate = float(rates.mean())

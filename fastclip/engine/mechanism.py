@@ -10,7 +10,7 @@ from typing import Any
 from fastclip.accounting import NoiseLevels
 from fastclip.accounting.steps import Entry, encoded
 from fastclip.counts.lines import worded
-from fastclip.data.design import ALLOCATED, GIVEN_ORDER, STREAM, SamplingDesign
+from fastclip.data.design import ALLOCATED, CYCLIC, GIVEN_ORDER, STREAM, SamplingDesign
 from fastclip.errors import say
 
 _GUARANTEE = {
@@ -99,6 +99,8 @@ class Mechanism:
             sampling += f", at most {self.max_samples_per_unit} samples of each"
         if self.sampler == ALLOCATED:
             sampling += "; a pass is accounted as a whole"
+        elif self.sampler == CYCLIC:
+            sampling += "; a turn through the groups is accounted as one step"
         elif not self.sampled_independently:
             sampling += "; accounted without amplification"
             sampling += "" if self.sampler == STREAM else ", a pass as one step"
@@ -163,6 +165,8 @@ def trusted(design: SamplingDesign, size_is_secret: bool) -> tuple[str, ...]:
         found.append(
             "unit_ids names the privacy unit of every sample, and a unit alone determines its samples"
         )
+    if design.sampler == CYCLIC:
+        found.append("the order of the data set, which decides the groups, is public")
     if design.rates is not None:
         why = "depends on no other sample" if design.public else "is public, as the weights are"
         found.append(f"the sampling rate of a sample {why}")

@@ -103,7 +103,9 @@ def test_norms_of_canaries_are_spread() -> None:
 
 def entry_of(setting: Setting) -> Step:
     """What the engine records of it, with batches that are not cut."""
-    sigma, rate, steps = setting.noise_multiplier, setting.rate, setting.steps
+    turn = setting.groups_in_turn
+    sigma, rate = setting.noise_multiplier, setting.rate * turn
+    steps = setting.steps // turn
     if setting.sampling == "allocation":
         a_pass = round(1 / rate)
         return sigma, RandomAllocation(a_pass), -(-steps // a_pass)
