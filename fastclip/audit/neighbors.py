@@ -185,7 +185,7 @@ SETTINGS = (
     Setting("order of the loader", sampling="loader"),
     Setting("q = 0.2", steps=10, rate=0.2),
     Setting("allocation, 10 steps", steps=10, rate=0.1, sampling="allocation"),
-    Setting("allocation, 2.5 passes", 1.4, 50, 0.05, sampling="allocation", physical=2048),
+    Setting("allocation, 2.5 passes", 1.0, 50, 0.05, sampling="allocation", physical=2048),
     Setting("five groups in turn", steps=20, rate=0.1, sampling=CyclicPoisson(5)),
     Setting("q = 0.05, physical", 0.7, 40, rate=0.05, physical=1024),
     Setting("automatic", clipping=automatic()),
