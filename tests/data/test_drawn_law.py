@@ -1,4 +1,4 @@
-"""The batches of a run, against the Poisson sampling that the ledger records of its steps.
+"""The batches of a run, against the sampling that the ledger records of its steps.
 
 The laws are those of the audit (fastclip/audit/laws.py), whose own tests say what they find.
 """
@@ -13,7 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine
+from fastclip.audit.bounds import by_steps
 from fastclip.audit.laws import p_values_of_draws, shared
+from fastclip.audit.mechanism import in_turn
+from fastclip.data.sampling import CyclicPoisson
 
 ALPHA = 1e-6
 N, Q, STEPS = 8000, 0.25, 8
@@ -23,9 +26,12 @@ CASES = {
     "one rate": {},
     "several rates": {"sampler": WeightedRandomSampler(WEIGHTS.tolist(), N)},
     "cut": {"max_batch_size": 1600},
+    "allocated": {"sampling": "allocation"},
+    "in turn": {"sampling": CyclicPoisson(2)},
 }
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("case", CASES)
 def test_draws_are_those_that_are_recorded(case: str) -> None:
     options: dict[str, Any] = dict(CASES[case])
@@ -45,7 +51,8 @@ def test_draws_are_those_that_are_recorded(case: str) -> None:
             optimizer.step()
             came[step].index_add_(0, rows[:, 0].long(), torch.ones(len(rows), dtype=torch.float64))
             step += 1
-    recorded = [rate for _, rate, steps in engine.accountant.history for _ in range(steps)]
-    assert len(recorded) == STEPS
+    recorded = [rate for _, rate in by_steps(engine.accountant.history)]
+    came = in_turn(came, turn := 2 if case == "in turn" else 1)
+    assert len(recorded) == STEPS // turn
     found = p_values_of_draws(came, recorded, WEIGHTS if case == "several rates" else None)
     assert shared(found.values()) > ALPHA, found
