@@ -230,7 +230,9 @@ class _Term:
         z = self.deviation(value)
         mass, mean, square = (float(log_ndtr(z - k * self.spread)) for k in range(3))
         mean, square = math.exp(mean - mass), math.exp(square - mass + self.spread**2)
-        scale = max(square - mean**2, 1e-6 * square) + value**2 / self.steps
+        scale = (
+            max(square - mean**2, 1e-6 * square) + (value * min(self.spread, 1)) ** 2 / self.steps
+        )
         return min(max(math.sqrt(6 * _EXCESS * scale), _EXCESS * scale), value / 32)
 
     def in_cells(self, mesh: float, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:

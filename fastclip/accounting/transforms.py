@@ -25,6 +25,9 @@ class Sums:
     doubt: np.ndarray
     """Rounding error of the exponent in float64."""
     rare_doubt: np.ndarray
+    """Rounding error of `more`, beyond that of the exponent."""
+    whole_doubt: np.ndarray
+    """Rounding error of their sum."""
     above: np.ndarray
     """Logarithms of the moments of Chernoff's bound on the mass above the window."""
     length: int
@@ -35,7 +38,9 @@ class Sums:
     def of(cls, length: int, bounds: int) -> Sums:
         size = length // 2 + 1
         complexes, floats = (np.zeros(size, dtype=kind) for kind in (complex, float))
-        return cls(complexes, complexes.copy(), floats, floats.copy(), np.zeros(bounds), length)
+        return cls(
+            complexes, complexes.copy(), floats, floats.copy(), floats.copy(), np.zeros(bounds), length
+        )  # fmt: skip
 
     @classmethod
     def of_steps(cls, steps: Sequence[Sums], counts: Sequence[int], *, rare: bool) -> Sums:
@@ -48,6 +53,7 @@ class Sums:
             if rare:
                 found.more += count * one.more
                 found.rare_doubt += count * one.rare_doubt
+                found.whole_doubt += count * one.whole_doubt
             found.above += count * one.above
             found.moment += count * one.moment
             found.infinite += count * one.infinite
@@ -88,12 +94,15 @@ class Sums:
         """
         change = rfft(masses)
         size_of = np.maximum(np.abs(1 + change), 1e-300)
+        norm = float(np.linalg.norm(masses))
         self.exponent += steps * log1p(change)
-        self.doubt += steps * unit * (np.linalg.norm(masses) / size_of + np.abs(change))
+        self.doubt += steps * unit * (norm / size_of + np.abs(change))
         if tail is not None:
-            ratio = rfft(tail) / np.where(np.abs(1 + change) < 1e-300, 1e-300, 1 + change)
-            self.more += steps * log1p(ratio)
-            self.rare_doubt += steps * unit * (np.linalg.norm(tail) / size_of + np.abs(ratio))
+            found, other = rfft(tail), float(np.linalg.norm(tail))
+            whole = np.maximum(np.abs(1 + change + found), 1e-300)
+            self.more += steps * log1p(found / np.where(size_of > 1e-300, 1 + change, 1e-300))
+            self.rare_doubt += steps * unit * (other + np.abs(found)) / whole
+            self.whole_doubt += steps * unit * ((norm + other) / whole + 1)
 
     def change(self, unit: float, *, rare: bool) -> tuple[np.ndarray, float]:
         """Return the characteristic function minus 1, or the change by rare losses, and its error.
@@ -111,8 +120,12 @@ class Sums:
                 small, np.exp(exponent) * expm1(np.where(small, more, 0)),
                 np.exp(exponent + more) - np.exp(exponent),
             )  # fmt: skip
-            doubt = np.exp(grown) * self.rare_doubt
-            doubt[live] += np.abs(found[live]) * self.doubt[live]
+            # Either relative to the rare losses, or of the difference of both transforms.
+            whole, without = np.exp(grown), np.exp(self.exponent.real)
+            doubt = np.minimum(
+                np.abs(found) * self.doubt + whole * self.rare_doubt,
+                whole * self.whole_doubt + without * self.doubt,
+            )
         else:
             live = np.flatnonzero(exponent.real > _DEAD)
             found[live] = expm1(exponent[live])
