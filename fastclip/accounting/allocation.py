@@ -4,7 +4,8 @@ The privacy loss of an epoch of t steps, of which one contains a given sample, i
 R = (R_1 + ... + R_t) / t. Without the sample (Q) the R_i are independent and log-normal, with
 log R_i ~ N(-1 / (2 sigma^2), 1 / sigma^2) and mean 1. With it (P) one of them is size-biased,
 log R_1 ~ N(1 / (2 sigma^2), 1 / sigma^2). Both hockey-stick divergences are convex in R:
-H_a(P||Q) = E_Q max(R - a, 0) and H_a(Q||P) = E_Q max(1 - a R, 0).
+H_a(P||Q) = E_Q max(R - a, 0) and H_a(Q||P) = E_Q max(1 - a R, 0). A gradient of norm below 1 has an R_i
+that is smaller in convex order given the earlier steps, so an adaptive run is dominated as well.
 
 Each R_i is put on a lattice. The mass of a cell moves to its two end points with unchanged mean, so
 the sum of the R_i grows in convex order, and both divergences with it. The excess is of second order
@@ -88,10 +89,12 @@ class RandomAllocation:
         Formal guarantee: `times` of `steps` is at most as revealing as independent allocations to one
         step of each block. A uniformly random partition of the steps into blocks of these sizes, and
         one uniformly random step of each, is a uniformly random set of steps. Given the partition,
-        which does not depend on the data, the epoch is a composition of the blocks. The divergences of
-        neighbors are jointly convex, so the average over partitions is not larger.
+        which does not depend on the data, the likelihood ratio of the epoch is the product of those of
+        the blocks, and so is that of a composition. The divergences of neighbors are jointly convex, so
+        the average over partitions is not larger.
 
-        Source: Feldman and Shenfeld 2025 (arXiv 2502.08202).
+        Source: the argument above. PLD_accounting, the library of Feldman and Shenfeld 2026
+        (arXiv 2602.17284), uses the same blocks.
         """
         size, larger = divmod(self.steps, self.times)
         found = {size: self.times - larger}
@@ -140,7 +143,7 @@ class Law(NamedTuple):
             return low, np.log(masses), float(np.log(self.infinite))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def epoch_law(sigma: float, steps: int, tail: float, added: bool) -> Law:
     """Return the losses of one epoch, in one direction.
 
@@ -230,9 +233,8 @@ class _Term:
         z = self.deviation(value)
         mass, mean, square = (float(log_ndtr(z - k * self.spread)) for k in range(3))
         mean, square = math.exp(mean - mass), math.exp(square - mass + self.spread**2)
-        scale = (
-            max(square - mean**2, 1e-6 * square) + (value * min(self.spread, 1)) ** 2 / self.steps
-        )
+        narrow = min(self.spread, 1.0) ** 2
+        scale = max(square - mean**2, narrow * mean**2 / 100) + narrow * value**2 / self.steps
         return min(max(math.sqrt(6 * _EXCESS * scale), _EXCESS * scale), value / 32)
 
     def in_cells(self, mesh: float, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -265,14 +267,13 @@ class _Level:
         self.term, self.low = term, low
         self.losses: list[np.ndarray] = []
         self.masses: list[np.ndarray] = []
-        self.infinite = 0.0
         mesh = term.mesh(low)
         while True:
             below = math.ceil(low / mesh)
             self.mesh = low / below
             self._put_on_lattice(below, math.ceil(high / self.mesh), last=last)
             self._find_window()
-            if self.length <= _MOST:
+            if self.length <= _MOST or below == 1:
                 break
             mesh *= 2 * self.length / _MOST
 
@@ -331,8 +332,9 @@ class _Level:
         rounding up to there counts at its first point, which is again a larger loss.
         """
         term = self.term
+        self.infinite = term.any_below(self.mesh * self.begin)
         if self.length <= 0 or self.moment < math.log(2 * term.tail):
-            self.infinite = math.exp(self.moment)  # hardly any epoch
+            self.infinite += math.exp(self.moment)  # hardly any epoch
             return
         numbers = self.first + np.arange(self.length)
         if term.added:
@@ -340,7 +342,6 @@ class _Level:
         edge = self.mesh * (numbers[-1] - (0 if term.added else -1))
         if edge > 0 or not term.added:
             self.infinite += math.exp(min((self.bounds - self.turns * edge)[self._outwards()]))
-        self.infinite += term.any_below(self.mesh * self.begin)
         masses, rounding = self._tilted(0.0, numbers)
         for _ in range(_ROUNDS):
             tails = np.cumsum(masses[::-1])[::-1]

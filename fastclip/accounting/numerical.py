@@ -102,7 +102,8 @@ def numerical_epsilon(
         history: (noise multiplier, sampling rate in (0, 1], steps) entries, all multipliers positive.
         delta: in (0, 1).
         eps_error: how far the mesh may raise epsilon, by default 0.02 % of it.
-        delta_error: part of delta that may count as an infinite loss, by default 1e-8 of delta.
+        delta_error: part of delta that may count as an infinite loss, by default 1e-8 of delta. Random
+            allocations may add about 1e-4 of delta.
 
     Returns:
         epsilon, or 0 if delta covers the run.
@@ -117,6 +118,8 @@ def numerical_epsilon(
     totals: Counter[tuple[float, Sampling]] = Counter()
     variation = 0.0  # at least the run's total variation
     for sigma, rate, steps in history:
+        if isinstance(rate, RandomAllocation):
+            log_cut = min(log_cut, math.log(delta) + _CUT)
         for part, count in samplings(sigma, rate):
             if not isinstance(part, RandomAllocation):
                 part = max(part, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fastclip.accounting import TruncatedPoisson, epsilon, strongest_attack
+from fastclip.accounting import RandomAllocation, TruncatedPoisson, epsilon, strongest_attack
 from fastclip.accounting import attack as attack_module
 from fastclip.accounting.attack import RATES, TradeOff
 from fastclip.errors import ArgumentError, ArgumentTypeError
@@ -144,6 +144,13 @@ def test_truncated_draws() -> None:
     assert epsilon([(2.0, cut, 20)], DELTA, "pld") > 0
     with refused("Use accountant='pld'"):
         strongest_attack([(2.0, cut, 20)], DELTA, accountant="rdp")
+
+
+def test_random_allocation() -> None:
+    run = [(1.0, RandomAllocation(50), 4)]
+    found, prv = (strongest_attack(run, DELTA, accountant=name) for name in ("pld", "prv"))
+    assert found.mu == pytest.approx(prv.mu, rel=0.05)
+    assert found.mu < 0.9 * strongest_attack([(1.0, 1.0, 4)], DELTA).mu
 
 
 @pytest.mark.parametrize(

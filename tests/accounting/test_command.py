@@ -11,6 +11,7 @@ import pytest
 
 from fastclip.accounting import (
     Poisson,
+    RandomAllocation,
     TruncatedNegativeBinomial,
     TruncatedPoisson,
     epsilon,
@@ -135,6 +136,26 @@ def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
     assert solved["stages"][0]["sigma"] == find_noise_multiplier(
         target_epsilon=1, target_delta=DELTA, sample_rate=draws, steps=STEPS, accountant="pld"
     )
+
+
+def test_random_allocation(capsys: pytest.CaptureFixture) -> None:
+    """A part of an epoch counts in full."""
+    found = as_json(capsys, *SIGMA, "--allocation", "2", "--attack", "0.01")
+    allocated = RandomAllocation(100, 2)
+    assert (found["steps"], found["sample_rate"]) == (120, encoded(allocated))
+    assert found["stages"][0]["epsilon"] == {"prv": epsilon([(2.0, allocated, 2)], DELTA)}
+    assert found["attack"]["mu"] > 0
+    assert main([*RUN, *SIGMA, "--allocation", "1"]) == 0
+    assert "60 steps at 1 of 50 steps of an epoch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "other", [["--max-batch-size", "100"], ["--trials", "8"], ["--accountant", "rdp"]]
+)
+def test_what_no_accounting_is_known_for(capsys: pytest.CaptureFixture, other: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*RUN, *SIGMA, "--allocation", "1", *other])
+    assert "llocation" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.filterwarnings("ignore:GDP accounting")
