@@ -153,7 +153,7 @@ def history(
     rate = checked_rate(sample_rate)
     stages = schedule.runs(whole("steps", steps, 0))
     if isinstance(rate, RandomAllocation):
-        stages = _by_epoch(stages, rate.steps)
+        stages = list(_by_epoch(stages, rate.steps))
     return runs((sigma * factor, rate, length) for factor, length in stages)
 
 

@@ -79,7 +79,7 @@ def scales(change: Change) -> Callable[[], Any]:
 
 
 def accounting(
-    change: Callable[[int, float, float], tuple[float, float] | None],
+    change: Callable[[int, float, Any], tuple[float, Any] | None],
 ) -> Callable[[], Any]:
     """Records step k of (sigma, q) as `change(k, sigma, q)`, or not at all if that is None."""
 

@@ -329,7 +329,8 @@ def plan_sampling(
         steps = steps_of(rate)
     elif rate is None:
         rate = 1 / steps if choice.a_pass == samples else min(1.0, choice.a_pass / samples / steps)
-    name, own = POISSON if request.max_batch_size is None else TRUNCATED, {}
+    name = POISSON if request.max_batch_size is None else TRUNCATED
+    own: dict[str, Any] = {}
     if isinstance(law, Allocation):
         name, own = ALLOCATED, {"times": law.times}
         steps, rate = _steps_of_allocation(law.times, len(data_loader), request.sample_rate)
