@@ -250,7 +250,7 @@ class _Kind(NamedTuple):
 
     small: np.ndarray
     large: np.ndarray
-    number: int
+    terms: int
 
 
 class _Level:
@@ -302,7 +302,7 @@ class _Level:
         """Choose a window of sums outside of which there is little mass, by Chernoff's bounds."""
         depth = -math.log(self.term.tail)
         with np.errstate(divide="ignore"):
-            logs = [(np.log(kind.small + kind.large), kind.number) for kind in self.kinds]
+            logs = [(np.log(kind.small + kind.large), kind.terms) for kind in self.kinds]
         mean = variance = self.moment = 0.0
         for log, count in logs:
             self.moment += count * float(logsumexp(log))
@@ -370,10 +370,10 @@ class _Level:
             weights = np.exp(tilt * self.at - max(tilt * self.at[-1], 0.0))
             size = float(weights @ (kind.small + kind.large))
             small, large = kind.small * weights / size, kind.large * weights / size
-            sums.moment += kind.number * (math.log(size) + max(tilt * self.at[-1], 0.0))
+            sums.moment += kind.terms * (math.log(size) + max(tilt * self.at[-1], 0.0))
             small[0] = -(small[1:].sum() + large.sum())  # minus 1
             sums.add_masses(
-                wrapped(small, 0, self.length), wrapped(large, 0, self.length), kind.number, unit
+                wrapped(small, 0, self.length), wrapped(large, 0, self.length), kind.terms, unit
             )
         change, error = sums.change(unit, rare=True)
         with np.errstate(over="ignore", invalid="ignore"):

@@ -116,7 +116,7 @@ def test_a_wrong_computation_is_noticed(
     def once(self: Any, *args: Any, **more: Any) -> None:  # the size-biased term twice
         put(self, *args, **more)
         if len(self.kinds) == 2:
-            self.kinds = [self.kinds[1]._replace(count=self.term.steps)]
+            self.kinds = [self.kinds[1]._replace(terms=self.term.steps)]
 
     def lost(self: Any, numbers: Any, masses: Any) -> None:  # a level is left out
         if self.low > 1:
