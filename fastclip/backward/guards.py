@@ -152,7 +152,7 @@ def _check_private(
         raise ParameterLeakError(
             f"Parameter {name!r} is used where fastclip cannot follow it, such as a custom autograd "
             "function or the loss, so its gradient would not be clipped. Use torch's functions in the "
-            "model's forward, or freeze the parameter."
+            "model's forward, or register a rule for the layer."
         )
     state.penalties.take(p, grad_state)
 
