@@ -64,10 +64,13 @@ class PrivateLayer(Function):
             operand = call.forward.cast.of(x)
         call.handle.bypass = True
         try:
-            out, operands = rule.forward(call.module, operand, call.extra)
+            returned = rule.forward(call.module, operand, call.extra)
         finally:
             call.handle.bypass = False
-        if type(operands) is not tuple or not _are_tensors(operands):
+        out, operands = (
+            returned if type(returned) is tuple and len(returned) == 2 else (None, returned)
+        )
+        if out is None or type(operands) is not tuple or not _are_tensors(operands):
             raise TypeError(
                 f"{type(rule).__name__}.forward must return the output and a tuple of tensors to save, "
                 f"got {_kinds(operands)}."

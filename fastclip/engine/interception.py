@@ -360,6 +360,12 @@ def _check_parameters(
 
 
 def _unsupported(handle: LayerHook, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
+    if not type(handle.rule).__module__.startswith("fastclip."):  # it is the user's own
+        return UnsupportedLayerError(
+            f"{where(handle.path, module)}: the layer's rule failed: {str(error).rstrip('.')}. Correct "
+            "the rule's `forward`, or its `prepare` if the layer has several inputs.",
+            doc="layer-rule",
+        )
     return UnsupportedLayerError(
         f"{where(handle.path, module)} is not supported: {str(error).rstrip('.')}. {HOW_TO_REGISTER}"
     )

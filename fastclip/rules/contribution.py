@@ -45,12 +45,18 @@ class Contribution(ABC):
         """Adds a contribution to the parameter of this name.
 
         Raises:
-            GraphError: it is not wanted.
+            GraphError: it is not wanted, or no record.
         """
         if name not in self._names:
             raise GraphError(
                 f"{self._named()} records for {name}, but call.wants(name) asked for "
                 f"{', '.join(self._names) or 'nothing'} alone. Record only what call.wants.",
+                doc="layer-rule",
+            )
+        if not isinstance(record, Record):
+            raise GraphError(
+                f"{self._named()} recorded a {type(record).__name__} for {name}. Record per-sample "
+                "gradients of shape [b, *parameter.shape] as KeptRecord(gradients), or another Record.",
                 doc="layer-rule",
             )
         self._recorded.add(name)
