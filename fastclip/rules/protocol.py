@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastclip import ops
 from fastclip.core.torch_names import Native, saving_hooks
-from fastclip.errors import GraphError, where
+from fastclip.errors import ArgumentError, ArgumentTypeError, GraphError, where
 from fastclip.ops.planner import NormMethod
 from fastclip.rules.records import KeptRecord, Record
 
@@ -258,9 +258,23 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
         ... class MyScaleRule(LayerRule):
         ...     def forward(self, module, x, extra): ...
         ...     def backward(self, call): ...
+
+    Raises:
+        ArgumentTypeError, ArgumentError: no layer class was given, or the decorated class is no
+            LayerRule.
     """
+    if not types:
+        raise ArgumentError("register_rule expects at least one layer class, got none.")
+    for matcher in types:
+        if not isinstance(matcher, str) and not _is_kind(matcher, nn.Module):
+            raise ArgumentTypeError(
+                f"register_rule expects a layer class or its qualified name, got {_shown(matcher)}. "
+                "Write @register_rule(MyLayer) above the rule.",
+                doc="layer-rule",
+            )
 
     def decorate(rule: R) -> R:
+        _check_rule_class(rule)
         for matcher in types:
             _RULES[matcher] = rule()
             if isinstance(matcher, type):
@@ -268,6 +282,44 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
         return rule
 
     return decorate
+
+
+def _check_rule_class(rule: Any) -> None:
+    """Raises ArgumentTypeError for a class that cannot be a rule."""
+    if not _is_kind(rule, LayerRule):
+        raise ArgumentTypeError(
+            f"register_rule expects a subclass of LayerRule, got {_shown(rule)}.", doc="layer-rule"
+        )
+    names = rule.parameter_names
+    if isinstance(names, str):
+        raise ArgumentTypeError(
+            f"parameter_names of {rule.__name__} expects a tuple of names, got {names!r}. Write "
+            f"({names!r},).",
+            doc="layer-rule",
+        )
+
+
+def _is_kind(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"
+
+
+def uncovered(module: Any) -> tuple[str, list[str]] | None:
+    """Why a registered rule is not used: its name, and the trained parameters that it leaves out.
+
+    None if the module's class has no rule, or the rule covers all.
+    """
+    _, rule = _matching(module)
+    if rule is None:
+        return None
+    trained = [name for name, p in module._parameters.items() if p is not None and p.requires_grad]
+    left_out = [name for name in trained if name not in rule.parameter_names]
+    return (type(rule).__name__, left_out) if left_out else None
 
 
 def registered_rule(module: Any) -> LayerRule | None:

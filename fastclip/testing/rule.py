@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.ops.planner import Planner
 from fastclip.rules import find_rule
+from fastclip.rules.protocol import uncovered
 from fastclip.testing.report import (
     SMALL,
     RuleCheck,
@@ -93,19 +94,32 @@ def check_rule(
         )
     rule = find_rule(module)
     if rule is None:
+        _check_names(module)
         raise ArgumentError(
             f"module expects a layer with a rule, and none fits {type(module).__name__} (its class, "
             "parameters or methods). Register one with @fastclip.rules.register_rule, or use "
             "check_model.",
             doc="layer-rule",
         )
-    rows, findings = [], []
-    for dtype, tolerance in (tolerances or TOLERANCES).items():
-        for case in _cases(module, x.detach(), axis):
-            row = _compare(case, module, dtype, axis, rule.name)
-            rows.append(row)
-            findings += _findings(row, tolerance)
-    return RuleCheck(tuple(findings), rule.name, tuple(rows))
+    kinds = tolerances or TOLERANCES
+    rows = [
+        _compare(case, module, dtype, axis, rule.name)
+        for dtype in kinds
+        for case in _cases(module, x.detach(), axis)
+    ]
+    return RuleCheck(_findings(rows, kinds), rule.name, tuple(rows))
+
+
+def _check_names(module: nn.Module) -> None:
+    """Raises ArgumentError if a rule is registered for the layer, but leaves out a parameter."""
+    found = uncovered(module)
+    if found is not None:
+        name, left_out = found
+        raise ArgumentError(
+            f"parameter_names of the rule {name} has no {left_out}, so the rule is not used for "
+            f"{type(module).__name__}. Name every trained parameter of the layer there.",
+            doc="layer-rule",
+        )
 
 
 def _cases(module: nn.Module, x: Tensor, axis: int) -> Iterator[_Case]:
@@ -268,12 +282,26 @@ class _Truth:
         return {n: torch.einsum("b,b...->...", scale, g) for n, g in self.gradients.items()}
 
 
-def _findings(row: RuleRow, tolerance: float) -> list[str]:
-    where = f"{row.case}, {row.dtype}"
-    if row.refused is not None:
-        return [f"{where}: {row.refused}"]
-    return [
-        f"{where}: {what} off by {error:.1e}"
-        for what, error in row.errors.items()
-        if error is not None and not error <= tolerance
-    ]
+_SHOWN = 2
+"""Cases that a finding names."""
+
+
+def _findings(rows: list[RuleRow], tolerances: dict[torch.dtype, float]) -> tuple[str, ...]:
+    """One finding per error message and per quantity that is off, with the cases where it is."""
+    cases: dict[str, list[str]] = {}
+    worst: dict[str, float] = {}
+    for row in rows:
+        where = f"{row.case}, {row.dtype}"
+        if row.refused is not None:
+            cases.setdefault(row.refused, []).append(where)
+            continue
+        for what, error in row.errors.items():
+            if error is not None and not error <= tolerances[row.dtype]:
+                cases.setdefault(what, []).append(where)
+                worst[what] = max(worst.get(what, 0.0), math.inf if math.isnan(error) else error)
+    findings = []
+    for what, found in cases.items():
+        text = f"{what} off by up to {worst[what]:.1e}" if what in worst else what
+        named = "; ".join(found[:_SHOWN]) + "; ..." * (len(found) > _SHOWN)
+        findings.append(f"{len(found)} of {len(rows)} cases ({named}): {text}")
+    return tuple(findings)

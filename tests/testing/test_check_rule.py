@@ -90,7 +90,13 @@ def test_the_table() -> None:
     assert text.endswith("ok")
     text = str(run(Affine(6, "sum only"), (4, 6), tolerances=WIDE))
     assert "float32" not in text
-    assert "all samples, torch.float64: clipped sums off by 1.0e-01" in text
+    (finding,) = run(Affine(6, "empty batch"), (4, 5, 6), tolerances=WIDE).findings
+    assert finding.startswith("1 of 14 cases (0 samples, torch.float64): refused: ")
+    (finding,) = run(Affine(6, "sum only"), (4, 6), tolerances=WIDE).findings
+    assert finding == (
+        "11 of 14 cases (all samples, torch.float64; 1 samples, torch.float64; ...): "
+        "clipped sums off by up to 1.0e-01"
+    )
 
 
 def test_nothing_is_changed() -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastclip.rules import KeptRecord, LayerRule, LinearRecord, linear_record, register_rule
+from fastclip.errors import FastclipError
+from fastclip.rules import (
+    KeptRecord,
+    LayerRule,
+    LinearRecord,
+    linear_record,
+    protocol,
+    register_rule,
+)
 from fastclip.testing import check_model, check_rule
 from tests.oracle import DTYPES, backward, check_exact, make_private
 from tests.refusal import refused
@@ -82,6 +90,22 @@ class SavesNumber(MappedRule):
         return x @ module.w.t() + module.c, (x, 3)
 
 
+class NothingSaved(MappedRule):
+    def forward(self, module: Any, x: Tensor, extra: Any) -> Any:
+        return x @ module.w.t() + module.c
+
+
+class BareTensor(MappedRule):
+    def leave(self, call: Any, a: Tensor, g: Tensor) -> None:
+        call.record("w", LinearRecord(a[:, None], g[:, None]))
+        call.record("c", g)
+
+
+class Fails(MappedRule):
+    def forward(self, module: Any, x: Tensor, extra: Any) -> Any:
+        return torch.cat(x, module.w), ()
+
+
 def layer(rule: type[LayerRule]) -> Mapped:
     kind = type(f"{rule.__name__}Layer", (Mapped,), {})
     register_rule(kind)(rule)
@@ -98,6 +122,13 @@ def layer(rule: type[LayerRule]) -> Mapped:
         (Mean, True, r"size 1 .* shape \[3\]"),
         (OneSaved, True, r"a tuple of tensors .* got a Tensor\."),
         (SavesNumber, True, r"a tuple of tensors .* got a tuple of Tensor, int\."),
+        (
+            NothingSaved,
+            True,
+            r"1 \(NothingSavedLayer\): .* tuple of tensors .* got a Tensor\. Correct",
+        ),
+        (BareTensor, True, r"the rule mapped of 1 .* a Tensor for c\. Record .*KeptRecord"),
+        (Fails, True, r"1 \(FailsLayer\): the layer's rule failed: cat.* Correct .*#layer-rule"),
     ],
 )
 def test_faulty_rules_are_refused(rule: Any, trains_c: bool, message: str) -> None:
@@ -106,6 +137,42 @@ def test_faulty_rules_are_refused(rule: Any, trains_c: bool, message: str) -> No
     private = make_private(model)[1]
     with refused(message):
         backward(private, torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("types", "rule", "message"),
+    [
+        ((), MappedRule, "at least one layer class, got none"),
+        ((MappedRule,), MappedRule, r"a layer class .* got the class MappedRule"),
+        ((Mapped(),), MappedRule, r"a layer class .* got a Mapped"),
+        ((Mapped,), Mapped, r"a subclass of LayerRule, got .*Mapped"),
+        (
+            (Mapped,),
+            type("Text", (MappedRule,), {"parameter_names": "w"}),
+            r"tuple of names, got 'w'",
+        ),
+    ],
+)
+def test_what_cannot_be_registered(types: Any, rule: Any, message: str) -> None:
+    known = dict(protocol._RULES)
+    with pytest.raises(FastclipError, match=message):
+        register_rule(*types)(rule)
+    assert known == protocol._RULES
+
+
+def test_a_decorator_without_a_layer() -> None:
+    with pytest.raises(FastclipError, match=r"a layer class .* got the class MappedRule"):
+        register_rule(MappedRule)
+
+
+def test_a_rule_that_leaves_out_a_parameter() -> None:
+    """It is not used, and the check says why."""
+
+    class Half(MappedRule):
+        parameter_names = ("w", "bias")
+
+    with refused(r"parameter_names of the rule Half has no \['c'\]"):
+        check_rule(layer(Half), torch.randn(4, 6))
 
 
 class Gated(nn.Module):
@@ -191,6 +258,18 @@ def test_a_second_input_whose_gradient_nobody_returns() -> None:
     model, x = Model(HalfGated(), detach=True), torch.randn(4, 6)
     model.b.requires_grad_(False)
     check_exact(model, x, dtype=torch.float64)  # it needs none here
+
+
+def test_two_inputs_without_prepare() -> None:
+    class Several(Gated):
+        pass
+
+    class SeveralRule(MappedRule):
+        parameter_names = ("w",)
+
+    register_rule(Several)(SeveralRule)
+    with refused("gate .*Several.* one tensor, got 2 positional.* `prepare`.*#layer-rule"):
+        make_private(Model(Several()))[1](torch.randn(4, 6))
 
 
 def test_a_planned_record_of_any_name() -> None:
