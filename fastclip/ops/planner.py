@@ -419,8 +419,11 @@ class NormPlan:
 
     def __str__(self) -> str:
         header = ("layer", "rule", "input", "norm", "held")
+        used = {name for r in self.rows if _USED_IN in r.path for name in _used(r.path)}
         table = [header] + [
-            (r.path or "(root)", r.rule, r.shape, r.method, _bytes(r.nbytes)) for r in self.rows
+            (r.path or "(root)", r.rule, r.shape, r.method, _bytes(r.nbytes))
+            for r in self.rows
+            if r.path not in used  # its uses have rows of their own
         ]
         widths = [max(len(row[i]) for row in table) for i in range(len(header))]
         lines = [
@@ -431,6 +434,14 @@ class NormPlan:
         total = sum(r.nbytes for r in self.rows)
         lines.append(f"held until the end of backward: {_bytes(total)}")
         return "\n".join([*lines, *self.looks])
+
+
+_USED_IN = " in "
+"""Between the names of parameters and the function that uses them."""
+
+
+def _used(path: str) -> list[str]:
+    return path.partition(_USED_IN)[0].split(", ")
 
 
 def _bytes(count: int) -> str:

@@ -13,7 +13,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip, StepNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, Planner, clipping
@@ -280,6 +280,27 @@ def test_plan_names_every_trainable_layer() -> None:
     rows = {row.path: row for row in engine.plan().rows}
     assert (rows["3"].rule, rows["3"].method) == ("linear", "ghost")
     assert rows["3"].nbytes == 4 * 4 * (8 + CLASSES)  # a [4, 8] and g [4, 3] in float32
+
+
+def test_the_printed_plan_has_a_parameter_once() -> None:
+    """Either where it is used, or that it has not been used yet."""
+
+    class Used(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.idle = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bd,de->be", x, self.w)
+
+    engine, private, _, _ = make_private(nn.Sequential(Used()))
+    before = [line.split()[0] for line in str(engine.plan()).splitlines()[2:4]]
+    assert before == ["0.w", "0.idle"]
+    sample_loss(private(torch.randn(4, WIDTH))).mean().backward()
+    assert "0.w in einsum  product" in str(engine.plan())
+    lines = str(engine.plan()).splitlines()
+    assert not any(line.startswith("0.w ") and "not seen yet" in line for line in lines)
+    assert any(line.startswith("0.idle ") and "not seen yet" in line for line in lines)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e9])
