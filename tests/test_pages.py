@@ -83,6 +83,29 @@ class Scale(nn.Module):
         return self.gamma * x
 
 
+class Gate(nn.Module):
+    """A layer with a parameter and two inputs."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.w * x * z
+
+
+class Gated(nn.Module):
+    """Both inputs need a gradient, and come after a layer with the user's own autograd Function."""
+
+    def __init__(self, own: nn.Module, features: int) -> None:
+        super().__init__()
+        self.own, self.gate = own, Gate(features)
+        self.a, self.b = nn.Linear(features, features), nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.own(self.a(x)), self.b(x))
+
+
 class LogAddExp2(nn.Module):
     """Nothing but the function whose rule is shown."""
 
@@ -245,6 +268,7 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
     ],
     "docs/checks.md": [
         checked_model,
+        plain,
         lambda: {"Scale": custom_layer.Scale, "torch": torch, "check_rule": check_rule},
         lambda: {"Clipping": Clipping, "MyScale": Hard, "check_strategy": check_strategy},
     ],
@@ -324,13 +348,18 @@ def test_rules_of_ones_own(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
     criterion = nn.functional.mse_loss
     known: Known = {
-        "__name__": __name__, "torch": torch, "Scale": Scale, "model": LogAddExp2(), "batch": batch,
-        "loss": criterion, "criterion": criterion,
+        "__name__": __name__, "torch": torch, "Scale": Scale, "Gate": Gate, "model": LogAddExp2(),
+        "batch": batch, "loss": criterion, "criterion": criterion,
     }  # fmt: skip
     for code in blocks(page):
         exec(compile(code, page, "exec"), known)
     if page == RULES[0]:
         found = check_model(known["model"], batch, lambda m, b: criterion(m(b[0]), b[1]))
         assert [row.rule for row in found.rows] == ["logaddexp2"]
+        gated = Gated(known["Swish"](6), 6)
+        found = check_model(gated, batch, lambda m, b: criterion(m(b[0]), b[1]))
+        found.raise_if_wrong()
+        rules = {row.name: row.rule for row in found.rows}
+        assert (rules["own.beta"], rules["gate.w"]) == ("grad_sampler", "gate")
     else:
         check_strategy(Clipping(known["Smooth"]())).raise_if_wrong()
