@@ -55,8 +55,8 @@ def load_sampling(
         recorded, steps = float(saved["recorded"]), dict(saved["steps"])
     except FileNotFoundError:
         raise ArgumentError(
-            f"There is no file {file}, because a step that is taken after it was saved deletes it. Begin "
-            "a new pass over the data.",
+            f"There is no file {file}, because a step that is taken after it was saved deletes it. "
+            "Begin a new pass over the data.",
             doc="checkpoints",
         ) from None
     except KeyError as error:
