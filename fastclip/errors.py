@@ -44,6 +44,8 @@ ANCHORS = frozenset({
 })  # fmt: skip
 """The headings of docs/errors.md that a message may name."""
 _SEE = re.compile(r"\.? See errors\.html#([\w-]+)")
+_OPENS = re.compile(r"(?:an?|the|this|these|that|each|every|no|its|your) ")
+"""How a sentence begins. A message that begins otherwise names an argument or a path."""
 
 
 class FastclipError(Exception):
@@ -70,10 +72,15 @@ def see(text: str, doc: str | None, default: str | None = None) -> str:
     """Returns `text` with one anchor at its end: `doc`, or the one it contains, or the default."""
     held = _SEE.search(text)
     anchor = doc or (held[1] if held else default)
-    bare = _SEE.sub("", text)
+    bare = capitalized(_SEE.sub("", text))
     if anchor is None or not bare:
         return bare
     return f"{bare}{'' if bare[-1] in '.!?' else '.'} See errors.html#{anchor}"
+
+
+def capitalized(text: str) -> str:
+    """Returns a message with a capital letter if it begins with an article or a pronoun."""
+    return text[0].upper() + text[1:] if _OPENS.match(text) else text
 
 
 class ArgumentError(FastclipError, ValueError):

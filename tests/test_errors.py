@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, errors
-from fastclip.errors import ArgumentError, FastclipError, StepError, UnsupportedLayerError
+from fastclip.errors import ArgumentError, FastclipError, StepError, UnsupportedLayerError, say
 from tests.oracle import check_exact, make_private, sample_loss
 
 
@@ -166,6 +167,36 @@ def test_twice() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     call(model)
     with pytest.raises(UnsupportedLayerError, match="is private already"):
+        call(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "begins"),
+    [
+        ("the model (Linear) is private already", "The model (Linear) is"),
+        ("a private layer was called", "A private layer"),
+        ("an output of the model", "An output"),
+        ("max_grad_norm expects a number", "max_grad_norm expects"),
+        ("the_size expects a number", "the_size expects"),
+        ("0.weight (Linear) is not supported", "0.weight (Linear)"),
+        ("thebes (Linear) is not supported", "thebes (Linear)"),
+        ("", ""),
+    ],
+)
+def test_a_message_begins_with_a_capital_letter_or_a_name(text: str, begins: str) -> None:
+    """Also a warning; names of arguments and modules stay as they are."""
+    assert str(FastclipError(text, doc="noise")).startswith(begins)
+    with pytest.warns(UserWarning, match=f"^{re.escape(begins)}"):
+        say(text or "x", doc="noise")
+
+
+def test_the_root_begins_a_message() -> None:
+    """Of an error of fastclip, and of torch's own error with the module in front."""
+    model = nn.Linear(4, 3)
+    private = call(model)[0]
+    with pytest.raises(RuntimeError, match=r"^The model \(Linear\): .*5x5 and 4x3"):
+        private(torch.randn(5, 5))
+    with pytest.raises(UnsupportedLayerError, match=r"^The model \(Linear\) is private already"):
         call(model)
 
 

@@ -7,6 +7,7 @@ memory (on the meta device).
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,8 @@ from fastclip.errors import ArgumentError, FastclipError
 from fastclip.ops.planner import PlanRow
 from fastclip.rules.recompute import RecomputeUse
 
+_ROOT = re.compile("[Tt]he model")
+"""How a message names a module that is checked by itself."""
 _BROADCAST = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -196,7 +199,7 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
         try:
             check_module(alone)
         except Exception as error:
-            refused.append(str(error).replace("the model", path, 1) if path else str(error))
+            refused.append(_renamed(str(error), path))
     if refused:
         return (), tuple(refused)
     memo: dict[int, Any] = {}
@@ -218,6 +221,11 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
     except Exception as error:
         refused.append(str(error))
     return grad_state.plan_log.plan().rows, tuple(refused)
+
+
+def _renamed(error: str, path: str) -> str:
+    """The error of a module that was checked by itself, with its path in the model."""
+    return path.join(_ROOT.split(error, maxsplit=1)) if path else error
 
 
 def _run_batch(

@@ -38,7 +38,7 @@ from fastclip.engine.own_forward import (
     run_plain,
     shown_as,
 )
-from fastclip.errors import GraphError, StepError, UnsupportedLayerError, where
+from fastclip.errors import GraphError, StepError, UnsupportedLayerError, capitalized, where
 from fastclip.rules import LayerRule
 from fastclip.rules.chance import leaves_of
 from fastclip.rules.derived import Derived, is_private
@@ -147,7 +147,7 @@ class LayerHook:
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # errors of fastclip and of devices name the place
                 raise
-            located = RuntimeError(f"{where(self.path, module)}: {error}")
+            located = RuntimeError(capitalized(f"{where(self.path, module)}: {error}"))
             raise located.with_traceback(error.__traceback__) from error.__cause__
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
