@@ -20,6 +20,7 @@ from fastclip.accounting.epsilon import multiplier
 from fastclip.clipping import Clipping, Thresholds
 from fastclip.clipping.contract import check_contract
 from fastclip.clipping.policy import LARGEST, SMALLEST, split_error
+from fastclip.clipping.strategy import in_words
 from fastclip.core.checks import whole
 from fastclip.distributed.ranks import Ranks
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, say
@@ -299,9 +300,9 @@ class ClippingState:
             if (saved is None) != self.strategy.constant:
                 held = "no" if saved is None else "another strategy's"
                 say(
-                    f"The checkpoint holds {held} state of a clipping strategy, so "
-                    f"{self.strategy.kind} keeps its current state. Load the checkpoint into the "
-                    "strategy that it was saved from.",
+                    f"The checkpoint holds {held} state of a clipping strategy, so this strategy "
+                    f"({in_words(self.strategy.kind)}) keeps its current state. Load the checkpoint "
+                    "into the strategy that it was saved from.",
                     doc="checkpoints",
                 )
             return
@@ -309,11 +310,13 @@ class ClippingState:
         counts = values.pop("noisy_counts", None)
         shapes = {name: tuple(value.shape) for name, value in self.next.tensors().items()}
         found = {name: tuple(value.shape) for name, value in values.items()}
-        kind = saved.get("strategy", self.strategy.kind)
-        if found != shapes or kind != self.strategy.kind:
+        own = self.strategy.kind
+        kind = saved.get("strategy", own)
+        if found != shapes or kind != own:
             raise ArgumentError(
-                f"The checkpoint holds the state of {kind} with {found}, but this strategy is "
-                f"{self.strategy.kind} with {shapes}. Load it into the strategy that it was saved from.",
+                f"The checkpoint holds the state of {in_words(str(kind))} with {found}, but this "
+                f"strategy is {in_words(own)} with {shapes}. Load it into the strategy that it was "
+                "saved from.",
                 doc="checkpoints",
             )
         if any(not bool(((v >= SMALLEST) & (v <= LARGEST)).all()) for v in values.values()):

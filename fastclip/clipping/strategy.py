@@ -6,6 +6,7 @@ All tensors stay on the device of the norms, and nothing here may synchronize.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,8 @@ from fastclip.clipping.thresholds import Constant
 from fastclip.core.numerics import margin
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
+_ROLES = ("clipping", "threshold", "noise")
+"""What the parts of a strategy are, in order."""
 _SCALE_HAS = ("__call__", "sensitivity", "normalized", "cutoff")
 
 
@@ -93,6 +96,14 @@ class Clipping:
         way = getattr(self.threshold, "count_as", "")
         parts = (self.scale, self.threshold, self.noise)
         return ", ".join(type(part).__name__ for part in parts) + f" ({way})" * bool(way)
+
+    @property
+    def described(self) -> str:
+        """The scale function and the threshold policy in words, without the noise."""
+        way = getattr(self.threshold, "count_as", "")
+        parts = zip((self.scale, self.threshold), _ROLES, strict=False)
+        words = ", ".join(_worded(type(part).__name__, role) for part, role in parts)
+        return f"{words} (counts samples {way})" if way else words
 
     @property
     def constant(self) -> bool:
@@ -219,3 +230,23 @@ class Clipping:
         if self.scale.normalized:
             return torch.ones_like(bound)
         return bound if state.bound is None else bound * state.bound
+
+
+def in_words(kind: str) -> str:
+    """Return the `kind` of a strategy in words, such as "hard clipping, constant threshold, ..."."""
+    parts, bracket, way = kind.partition(" (")
+    named = [_worded(name, role) for name, role in zip(parts.split(", "), _ROLES, strict=False)]
+    return ", ".join(named) + bracket + way
+
+
+def noise_in_words(schedule: NoiseSchedule) -> str:
+    """Return a noise schedule in words, with its arguments."""
+    name, text = type(schedule).__name__, str(schedule)
+    given = text.removeprefix(f"{name}(").removesuffix(")") if text.startswith(f"{name}(") else ""
+    return _worded(name, _ROLES[2]) + (f" ({given})" if given else "")
+
+
+def _worded(name: str, role: str) -> str:
+    """Return the name of a class as words, followed by its role if they lack it."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name).lower()
+    return words if role in words.split() else f"{words} {role}"

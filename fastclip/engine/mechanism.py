@@ -49,7 +49,7 @@ class Mechanism:
     max_batch_size: int | None
     max_samples_per_unit: int | None
     clipping: str
-    """The strategy."""
+    """The scale function and the threshold policy, in words."""
     sensitivity: float
     """L2 sensitivity of the sum, to which the next step's noise is scaled. If the next step derives it
     from counts of its own batch and pays for them, this is the sensitivity of the last step."""

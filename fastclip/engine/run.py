@@ -23,6 +23,7 @@ from fastclip.backward.loss import check_coupling, check_criterion
 from fastclip.backward.state import GradientState
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.clipping.resolve import named
+from fastclip.clipping.strategy import noise_in_words
 from fastclip.core.checks import between, not_negative, positive
 from fastclip.core.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
 from fastclip.counts.lines import said_of_overlaps, worded
@@ -275,9 +276,9 @@ def mechanism_of(
         sample_rate=design.rate, sampled_independently=design.poisson,
         public_size=design.public, units=None if hidden else design.units or None,
         expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
-        max_samples_per_unit=design.max_samples_per_unit, clipping=state.strategy.kind,
+        max_samples_per_unit=design.max_samples_per_unit, clipping=state.strategy.described,
         sensitivity=run.sensitivity(), noise=state.levels,
-        schedule=str(state.strategy.noise), taken=tuple(ledger.history), planned=whole,
+        schedule=noise_in_words(state.strategy.noise), taken=tuple(ledger.history), planned=whole,
         accountant=accountant, delta=delta, epsilon=None if delta is None else spent(delta),
         planned_epsilon=epsilon(whole, delta, accountant) if delta and whole else None,
         secure=secure, insecure=insecure,

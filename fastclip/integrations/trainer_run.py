@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 
 from fastclip.accounting import epsilon
 from fastclip.accounting.steps import History, joined, read_segments
+from fastclip.clipping.strategy import in_words
 from fastclip.core.system import write_whole
 from fastclip.core.torch_names import tree_leaves
 from fastclip.data.design import SamplingDesign, records
@@ -507,7 +508,7 @@ class Resumed:
         state, done = optimizer.grad_state.clipping, trainer.state.global_step
         if not state.strategy.constant and state.step != done:
             raise ArgumentError(
-                f"{self.folder} has no state of {state.strategy.kind} after {done} steps "
+                f"{self.folder} has no state of {in_words(state.strategy.kind)} after {done} steps "
                 "(save_only_model=True, or another strategy), so its thresholds and noise would "
                 "restart. Resume from a checkpoint with the optimizer's state.",
                 doc="checkpoints",

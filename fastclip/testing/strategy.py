@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip.clipping import Clipping, resolve
 from fastclip.clipping.contract import check_contract
+from fastclip.clipping.strategy import in_words
 from fastclip.engine.optimizer import STATE, FastDPOptimizer
 from fastclip.engine.privacy_engine import FastPrivacyEngine
 from fastclip.errors import FastclipError
@@ -42,7 +43,9 @@ class StrategyCheck(Check):
 
     def __str__(self) -> str:
         cells = [(row.what, "ok" if row.wrong is None else "wrong") for row in self.rows]
-        return "\n".join([f"strategy {self.kind}", *table(("what", ""), cells), *self._verdict()])
+        return "\n".join(
+            [f"strategy: {in_words(self.kind)}", *table(("what", ""), cells), *self._verdict()]
+        )
 
 
 def check_strategy(

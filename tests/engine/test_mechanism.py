@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine, clipping
+from fastclip.clipping import Clipping, Hard
 from fastclip.errors import ArgumentError, StepError
 from tests.refusal import refused
 
@@ -268,6 +270,48 @@ def test_a_model_of_opacus_modes() -> None:
     for ask in (lambda: engine.sampling, engine.mechanism, engine.plan):
         with refused("a private model in the fast mode.*without grad_sample_mode", StepError):
             ask()
+
+
+class MyScale(Hard):
+    """A scale function of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "clipped", "noise"),
+    [
+        (Clipping(), "hard clipping, constant threshold", "constant noise"),
+        (Clipping(MyScale()), "my scale clipping, constant threshold", "constant noise"),
+        (
+            clipping.adaptive(),
+            "hard clipping, quantile threshold (counts samples below)", "constant noise",
+        ),
+        (
+            clipping.sad_dpsgd(9),
+            "hard clipping, staged threshold",
+            "staged noise (total_steps=9, stages=3, decay=0.8, length_decay=0.9)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_summary_has_no_names_of_classes(
+    strategy: Clipping, clipped: str, noise: str, tmp_path: Path
+) -> None:
+    """Printed, in JSON, and of a checkpoint of another strategy."""
+    engine = FastPrivacyEngine()
+    made = private(engine, clipping=strategy)
+    found, text = engine.mechanism(), str(engine.mechanism())
+    assert (found.clipping, found.schedule) == (clipped, noise)
+    assert clipped in text
+    assert noise in text
+    assert not re.search(r"[a-z][A-Z]", text.partition("noise ")[0].partition("clipping ")[2])
+    other = private(FastPrivacyEngine(), clipping=clipping.global_adapt(9.0))
+    state = {**made[1].state_dict(), **other[1].state_dict()}
+    if strategy.constant:
+        with pytest.warns(UserWarning, match=f"this strategy .{re.escape(clipped)}"):
+            made[1].load_state_dict(state)
+        return
+    with pytest.raises(ArgumentError, match=f"this strategy is {clipped.split(' (')[0]}") as caught:
+        made[1].load_state_dict(state)
+    assert not re.search(r"[a-z][A-Z]", str(caught.value))
 
 
 def budgeted(engine: FastPrivacyEngine, **options: Any) -> tuple:
