@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from threading import RLock
@@ -132,6 +132,11 @@ def _is_opacus(kind: type, above: type) -> bool:
 # -------------------------------------------------------------------------------------------------
 
 
+def number_of_steps(history: Sequence[Entry]) -> int:
+    """Return the number of steps in a history."""
+    return sum(steps for *_, steps in history)
+
+
 class Ledger(Asked):
     """An accountant whose steps have names (fastclip.accounting.steps), made by `keep_ledger`.
 
@@ -151,6 +156,8 @@ class Ledger(Asked):
     """The history after the last change made here. A later difference was assigned by hand."""
     _names: Names
     _lock: OwnLock
+    total = 0
+    """Number of steps in the history after the last change made here."""
     cuts = 0
     """How often the history was cleared, cut or assigned by hand (see `check_cuts`)."""
 
@@ -174,6 +181,7 @@ class Ledger(Asked):
             self._log.record(self._name, [taken], self.protected)
         write_down()
         last = max(len(self._recorded) - 1, 0)  # a step increments the last entry, or adds one
+        self.total += number_of_steps(self.history[last:]) - number_of_steps(self._recorded[last:])
         self._recorded[last:] = self.history[last:]
 
     @contextmanager
@@ -191,7 +199,8 @@ class Ledger(Asked):
             with self._log.ranks.all_or_none():
                 yield
         except BaseException:
-            self.history, self._recorded = before, list(before)
+            self.history = before
+            self._take_note()
             raise
 
     @undisturbed
@@ -221,7 +230,7 @@ class Ledger(Asked):
         """
         if self.history != self._recorded:
             self._catch_up(self.segments(), self.protected)
-            self._recorded = list(self.history)
+            self._take_note()
         return self.cuts
 
     @undisturbed
@@ -391,7 +400,11 @@ class Ledger(Asked):
     def _begin(self, others: Segments) -> None:
         """Begin a segment with a new name."""
         self._others, self._name = others, self._names.new()
-        self._recorded = list(self.history)
+        self._take_note()
+
+    def _take_note(self) -> None:
+        """Take the whole history as written here."""
+        self._recorded, self.total = list(self.history), number_of_steps(self.history)
 
     @undisturbed
     def share_names(self, name: str) -> None:

@@ -273,7 +273,8 @@ class Releases:
         self.valid_until_release: list[Path] = []
         """Files that would repeat batches after the next step, and are deleted before it."""
         self.planned: int | None = None
-        """Number of steps that a budget covers. None: there is no budget, or a step has passed it."""
+        """Number of steps of the ledger that a budget covers, counts and the steps of a checkpoint
+        included. None: there is no budget, or a step has passed it."""
 
     @property
     def ledger(self) -> Ledger:
@@ -291,10 +292,10 @@ class Releases:
         self._record(optimizer)
         if self.planned is None:
             return
-        if sum(count for *_, count in self.ledger.history) > self.planned:
+        if self.ledger.total > self.planned:
             say(
-                f"This run takes more steps than the {self.planned} planned for target_epsilon, so its "
-                "epsilon exceeds target_epsilon. Stop, or plan more epochs before training.",
+                "This run takes more steps than planned for target_epsilon, so its epsilon exceeds "
+                "target_epsilon. Stop, or plan more epochs before training.",
                 doc="privacy-budget",
             )
             self.planned = None

@@ -49,6 +49,27 @@ def test_it_is_still_opacus_accountant() -> None:
     assert plain.history == ours.history
 
 
+def test_the_number_of_steps_is_known_after_every_change() -> None:
+    """Steps, a checkpoint, a join, a copy, and a history that was assigned, cut or cleared by hand."""
+    ours = ledger()
+    assert ours.total == 0
+    walk(walk(ours, 3), 2, B)
+    assert ours.total == 5
+    ours.load_state_dict(walk(ledger(), 4).state_dict())
+    assert ours.total == taken(ours) == 9
+    ours.join({"another": [(*B, 2)]}, ours.protected)
+    assert ours.total == taken(ours) == 11
+    twin = pickle.loads(pickle.dumps(ours))
+    assert walk(twin, 1).total == taken(twin) == 12
+    assert walk(copy.copy(ours), 1).total == 12
+    assert ours.total == 11
+    for history in ([(*A, 50)], [(*A, 49), (*B, 1)], [(*A, 49)], []):
+        ours.history = list(history)
+        ours.check_cuts()
+        assert ours.total == taken(ours) == sum(steps for *_, steps in history)
+        assert walk(ours, 1, B).total == taken(ours)
+
+
 def test_two_forks_with_equal_noise_and_rate_count_both() -> None:
     trunk = walk(ledger(), 4).state_dict()
     left, right = resumed(trunk, 3), resumed(trunk, 3)

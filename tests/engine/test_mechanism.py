@@ -353,6 +353,29 @@ def test_a_resumed_run_longer_than_its_budget(tmp_path: Path) -> None:
         train(made)
 
 
+class Watched(list):
+    """A history that counts how often all of it is read."""
+
+    read = 0
+
+    def __iter__(self) -> Any:
+        self.read += 1
+        return super().__iter__()
+
+
+def test_a_step_within_its_budget_does_not_read_the_history() -> None:
+    """A noise that changes in every step makes one entry per step."""
+    found = []
+    for make in (private, budgeted):
+        engine = FastPrivacyEngine()
+        made = make(engine, clipping=Clipping(noise=clipping.StepNoise(6, 6, 0.9)))
+        train(made)
+        engine.accountant.history = watched = Watched(engine.accountant.history)
+        train(made)
+        found.append(watched.read)
+    assert found[0] == found[1]
+
+
 def test_numbers_of_samples_of_units_are_trusted() -> None:
     """Without a stated rate, q is that of the loader, which counts samples."""
     engine = FastPrivacyEngine()
