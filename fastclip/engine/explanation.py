@@ -61,8 +61,15 @@ class Setup:
             ArgumentError, ArgumentTypeError: make_private would raise the same.
         """
         assert self.data_loader is not None
-        request = Request(**self.sampling)
-        return plan_sampling(self.data_loader, request, secure=self.secure_mode).design
+        return plan_sampling(self.data_loader, self.request(), secure=self.secure_mode).design
+
+    def request(self) -> Request:
+        """The arguments on sampling.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: as `design`.
+        """
+        return Request(**self.sampling)
 
 
 @dataclass(frozen=True)
@@ -321,7 +328,15 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
         return
     if loader.drop_last:
         yield "drop_last=True has no effect under Poisson sampling, where batches vary in size."
-    if loader.batch_size and unit == "sample" and loader.batch_size != B:
+    if setup.request().expected_batch_size is not None:
+        drawn = n * design.rate if design.rates is None else float(design.rates.sum())
+        if not drawn / 2 < B < drawn * 2:
+            other = "pass unit_ids" if unit == "sample" else "count units in it, not samples"
+            yield (
+                f"expected_batch_size={B:g} divides the sum of a batch, but a batch holds {drawn:g} "
+                f"{unit}s on average. Correct it, or {other}."
+            )
+    elif loader.batch_size and unit == "sample" and loader.batch_size != B:
         yield (
             f"The expected batch size is {B:g}, not {loader.batch_size}, because {n} samples are drawn "
             f"at q = {design.rate:.4g}."

@@ -143,6 +143,21 @@ TRAPS = {
     "batch size": (
         {"data_loader": loader(61), **FOLLOWING}, "size is 7, not 8, because 61 samples are drawn",
     ),
+    "units in B": (
+        {"expected_batch_size": 3},
+        "expected_batch_size=3 divides .* holds 8 samples on average. Correct it, or pass unit_ids",
+    ),
+    "samples in B": (
+        {"unit_ids": [i // 4 for i in range(64)]},
+        "expected_batch_size=8 divides .* holds 2 units on average. .* count units in it, not samples",
+    ),
+    "weights in B": (
+        {
+            "data_loader": loader(sampler=WeightedRandomSampler([0.5] * 64, 64)),
+            "expected_batch_size": 32,
+        },
+        "expected_batch_size=32 divides .* holds 4 samples",
+    ),
     "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no effect"),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
