@@ -79,7 +79,7 @@ from fastclip.data.sampling import (
 from fastclip.data.units import unit_numbers
 from fastclip.distributed.ranks import Ranks
 from fastclip.distributed.shards import digest
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, say, see
 
 _SOME = 8
 """Number of samples on which a collate function is tried before worker processes run it."""
@@ -423,6 +423,21 @@ def checked_plan(
     return replace(plan, design=replace(plan.design, canaries=canaries))
 
 
+def without_amplification(design: SamplingDesign, request: Request) -> str | None:
+    """Returns the warning for Poisson sampling at q = 1, unless sample_rate=1 states it. None else."""
+    if not design.poisson or accounted_rate(design) != 1 or request.sample_rate is not None:
+        return None
+    unit = "unit" if design.unit == "unit" else "sample"
+    whole = "every" if design.rates is None else "some"
+    return see(
+        f"Poisson sampling at q = 1 puts {whole} {unit} into every step (B = "
+        f"{design.expected_batch_size:g} of N = {design.units}), so sampling does not lower epsilon. "
+        "Use a smaller batch_size, or silence this with "
+        'warnings.filterwarnings("ignore", "Poisson sampling at q = 1").',
+        doc="privacy-budget",
+    )
+
+
 class Drawing(NamedTuple):
     """The loader that trains, its sampling design, and the batches that it reports."""
 
@@ -466,6 +481,8 @@ def prepare(
         check_collate(loader, batch_first=batch_first)
         if secure:
             draw_securely(loader)
+    if (text := without_amplification(plan.design, request)) is not None:
+        say(text)
     draws = _watched(loader, ours, rand_on_empty, required and ours)
     draws.filling = filling_of(ranks, rand_on_empty)
     return Drawing(loader, plan.design, draws)

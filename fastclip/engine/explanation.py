@@ -23,7 +23,7 @@ from fastclip.backward.state import GradientState
 from fastclip.clipping import dp_sgd
 from fastclip.counts.lines import worded
 from fastclip.data.design import SamplingDesign
-from fastclip.data.plan import Request, plan_sampling
+from fastclip.data.plan import Request, plan_sampling, without_amplification
 from fastclip.distributed.processes import check_set_up
 from fastclip.distributed.shards import check_whole
 from fastclip.engine.interception import ATTRIBUTE
@@ -313,7 +313,9 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
             f"epsilon treats N as public and protects what a {unit} holds, not whether it is there. "
             "Pass sample_rate= and expected_batch_size= that do not depend on the data to protect both."
         )
-    if Request(**setup.sampling).own_order:
+    if (text := without_amplification(design, setup.request())) is not None:
+        yield text
+    if setup.request().own_order:
         yield (
             "poisson_sampling=False puts every sample in every pass, so sampling protects nobody. A "
             "pass is accounted as one step of q = 1, and epsilon is far larger. Omit it, or pass "
@@ -329,7 +331,8 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
     if loader.drop_last:
         yield "drop_last=True has no effect under Poisson sampling, where batches vary in size."
     if setup.request().expected_batch_size is not None:
-        drawn = n * design.rate if design.rates is None else float(design.rates.sum())
+        drawn = n * design.rate / design.groups
+        drawn = drawn if design.rates is None else float(design.rates.sum())
         if not drawn / 2 < B < drawn * 2:
             other = "pass unit_ids" if unit == "sample" else "count units in it, not samples"
             yield (

@@ -316,6 +316,16 @@ def noise_for(
         steps=sum(count for *_, count in records), schedule=AsPlanned(design, schedule, epochs),
         accountant=ledger.mechanism(), reserved=reserved, **accounting,
     )  # fmt: skip
+    least, size = sigma * min(factor for factor, *_ in records), design.expected_batch_size
+    if (
+        least > size
+    ):  # B clipped gradients have a mean of norm S at most, and the noise is sigma S / B
+        say(
+            f"target_epsilon={target[0]:g} needs sigma = {least:.4g} for B = {size:g}, so the noise of "
+            f"each parameter is {least / size:.3g} (sigma / B) times the largest norm of the clipped "
+            "mean gradient. Raise target_epsilon or the batch size.",
+            doc="privacy-budget",
+        )
     return Afforded(sigma, epochs, target[1], reserved)
 
 

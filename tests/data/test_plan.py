@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from torch import nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -41,6 +44,53 @@ def prepared(loader: DataLoader, secure: bool = False, **request: Any) -> tuple:
 
 
 GIVEN: dict[str, Any] = {"sample_rate": 0.13, "expected_batch_size": 5}
+
+
+HALVES: dict[str, Any] = {"unit_ids": [i // 2 for i in range(N)]}
+FEW = WeightedRandomSampler([1.0] * 3 + [1e-3] * (N - 3), N)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "said"),
+    [
+        (N, {}, "every sample .* \\(B = 12 of N = 12\\)"),
+        (100, {}, "every sample"),
+        (N, HALVES, "every unit .* \\(B = 6 of N = 6\\)"),
+        (4, {}, None),
+        (4, HALVES, None),
+        (N, {"sample_rate": 1.0}, None),
+        (4, {"sample_rate": 1.0}, None),
+        (N, {"max_batch_size": 5}, None),
+        (N, {"poisson_sampling": False}, None),
+    ],
+)
+def test_sampling_at_a_rate_of_1_is_said(size: int, asked: dict, said: str | None) -> None:
+    """A stated rate of 1 is no surprise, and truncated batches have a law of their own."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared(DataLoader(rows(), size), **asked)
+    texts = [str(each.message) for each in caught if "q = 1" in str(each.message)]
+    assert len(texts) == (said is not None)
+    for text in texts:
+        assert re.search(said or "", text)
+        assert text.endswith("See errors.html#privacy-budget")
+
+
+def test_weights_that_put_some_samples_into_every_step() -> None:
+    with pytest.warns(UserWarning, match="q = 1 puts some sample into every step"):
+        prepared(DataLoader(rows(), 4, sampler=FEW))
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_every_mode_says_once_that_sampling_does_not_amplify(mode: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.warns(UserWarning, match="Poisson sampling at q = 1") as caught:
+        FastPrivacyEngine(accountant="rdp").make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(rows(), N), noise_multiplier=1.0, max_grad_norm=1.0,
+            grad_sample_mode=mode,
+        )  # fmt: skip
+    assert sum("q = 1" in str(each.message) for each in caught) == 1
 
 
 @pytest.mark.parametrize("weights", [False, True])

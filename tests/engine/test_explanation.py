@@ -158,6 +158,7 @@ TRAPS = {
         },
         "expected_batch_size=32 divides .* holds 4 samples",
     ),
+    "one batch": ({"data_loader": loader(8), **FOLLOWING}, "q = 1 puts every sample into every step"),
     "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no effect"),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},

@@ -319,8 +319,26 @@ def budgeted(engine: FastPrivacyEngine, **options: Any) -> tuple:
     return engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(TensorDataset(torch.ones(N, D)), batch_size=4),
-        target_epsilon=5.0, target_delta=1e-3, epochs=2, max_grad_norm=1.0, **options,
+        target_delta=1e-3, epochs=2, max_grad_norm=1.0, **{"target_epsilon": 5.0, **options},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"poisson_sampling": False}], ids=["Poisson", "passes"])
+@pytest.mark.parametrize("falling", [False, True])
+def test_noise_above_every_gradient_is_said(options: dict, falling: bool) -> None:
+    """A fact of sigma / B: of the least noise of the run, if it changes."""
+    noise = clipping.StepNoise(6, 6, 0.5) if falling else clipping.ConstantNoise()
+    options = {**options, "clipping": Clipping(noise=noise)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        budgeted(FastPrivacyEngine(), **options)
+    with pytest.warns(UserWarning, match=r"^target_epsilon=0.01 needs sigma.*B = 4") as caught:
+        made = budgeted(FastPrivacyEngine(), **{**options, "target_epsilon": 0.01})
+    (text,) = (str(each.message) for each in caught)
+    least = made[1].noise_multiplier * (0.5**5 if falling else 1)
+    assert f"sigma = {least:.4g} " in text
+    assert f"is {least / 4:.3g} (sigma / B) times" in text
+    assert least > 4
 
 
 @pytest.mark.parametrize("options", [{}, {"poisson_sampling": False}], ids=["Poisson", "passes"])
