@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -24,8 +24,9 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
     Args:
         unit_ids: one id per sample of the data set, in its order. A tensor, a list, an array or a Series
             of ids that can be compared (numbers, strings, tuples), or the name of a column. The column
-            belongs to a Hugging Face data set, or to the one DataFrame of as many entries that the data
-            set holds, in the data set's order. For a Subset, it is a column of the whole data set.
+            belongs to a Hugging Face data set or a list of dicts, or to the one DataFrame or list of as
+            many entries that the data set holds, in its order. For a Subset, it is a column of the whole
+            data set.
 
     Raises:
         ArgumentError, ArgumentTypeError: there is no such column, the number of ids differs, an id is
@@ -121,18 +122,27 @@ def _kinds(unit: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
 
 def _column(dataset: Any, name: str) -> list[Any]:
     """Returns a column of the data set, or of a table that it holds."""
-    tables = list(_tables(dataset, name))
+    found = list(_tables(dataset, name))
+    tables = [table for table in found if not isinstance(table, (list, tuple))] or found
     if not tables and isinstance(dataset, Subset):
         whole = _column(dataset.dataset, name)
         return [whole[int(i)] for i in dataset.indices]
-    if len(tables) != 1:
+    if not tables:
         raise ArgumentError(
-            f"unit_ids={name!r} expects one such column in the data set ({type(dataset).__name__}) or "
-            f"its DataFrame, with an entry per sample, got {len(tables)}. Pass the ids themselves, one "
-            "per sample.",
+            f"unit_ids={name!r} names a column, but neither the data set ({type(dataset).__name__}) nor "
+            "a table or a list of dicts that it holds has one. Pass the ids themselves, one per sample.",
             doc="privacy-units",
         )
-    return _listed(tables[0][name])
+    if len(tables) > 1:
+        raise ArgumentError(
+            f"unit_ids={name!r} names a column of {len(tables)} tables that the data set "
+            f"({type(dataset).__name__}) holds. Pass the ids themselves, one per sample.",
+            doc="privacy-units",
+        )
+    (table,) = tables
+    if isinstance(table, (list, tuple)):
+        return [sample.get(name) for sample in table]
+    return _listed(table[name])
 
 
 def _tables(dataset: Any, name: str) -> Iterator[Any]:
@@ -149,6 +159,11 @@ def _tables(dataset: Any, name: str) -> Iterator[Any]:
 
 
 def _names(table: Any) -> list[Any]:
+    """Returns the names of the columns of a table, or of a list of dicts, one per sample."""
+    if isinstance(table, (list, tuple)) and table:
+        if not all(isinstance(sample, Mapping) for sample in table):
+            return []
+        return list(dict.fromkeys(name for sample in table for name in sample))
     for attribute in ("column_names", "columns"):
         names = getattr(table, attribute, None)
         if names is not None and not callable(names) and hasattr(table, "__getitem__"):

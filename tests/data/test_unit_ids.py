@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from collections import ChainMap
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from fastclip import FastPrivacyEngine
 from fastclip.data.units import unit_numbers
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.refusal import refused
@@ -105,6 +107,51 @@ def test_columns() -> None:
     assert unit_numbers("age", holding).tolist() == [0] * 5
     assert unit_numbers("patient", Subset(Table(), [3, 0, 2])).tolist() == [0, 1, 1]
     assert unit_numbers("patient", Subset(holding, torch.tensor([4, 1, 0]))).tolist() == [0, 0, 1]
+
+
+def dicts(ids: list) -> list[dict]:
+    return [{"x": torch.zeros(1), "patient": unit} for unit in ids]
+
+
+def test_columns_of_a_list_of_dicts() -> None:
+    """The data set itself, a list that it holds, a part of it, and other mappings."""
+    told = ["p", "q", "p", "r", "q"]
+    expected = [0, 1, 0, 2, 1]
+    assert unit_numbers("patient", dicts(told)).tolist() == expected
+    assert unit_numbers("patient", tuple(dicts(told))).tolist() == expected
+    assert unit_numbers("patient", [ChainMap(each) for each in dicts(told)]).tolist() == expected
+    held = Holding(Frame([]), samples=dicts(told))
+    assert unit_numbers("patient", held).tolist() == expected
+    both = Holding(Frame(told), samples=dicts(told[::-1]))
+    assert unit_numbers("patient", both).tolist() == expected  # a table comes first
+    assert unit_numbers("patient", Subset(dicts(told), [3, 0, 2])).tolist() == [0, 1, 1]
+
+
+def test_dicts_without_an_id() -> None:
+    samples = dicts(["p", "q", "p", "r", "q"])
+    del samples[3]["patient"]
+    with refused(r"got none \(None\) for sample 3", ArgumentError):
+        unit_numbers("patient", samples)
+    with refused("names a column, but neither .* Pass the ids themselves", ArgumentError):
+        unit_numbers("doctor", samples)
+    with refused("names a column, but neither", ArgumentError):
+        unit_numbers("patient", [*samples[:4], "r"])
+
+
+def test_a_list_of_dicts_is_trained_by_patient() -> None:
+    samples: Any = [{"x": torch.ones(2), "patient": f"p{i // 2}"} for i in range(12)]
+    model = torch.nn.Linear(2, 1)
+    engine = FastPrivacyEngine(accountant="rdp")
+    private, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(samples, batch_size=4), noise_multiplier=1.0, max_grad_norm=1.0,
+        unit_ids="patient",
+    )  # fmt: skip
+    for batch in loader:
+        optimizer.zero_grad()
+        private(batch["x"]).mean().backward()
+        optimizer.step()
+    assert (engine.sampling.unit, engine.sampling.units) == ("unit", 6)
 
 
 class Transformed(Subset):
