@@ -202,6 +202,35 @@ def test_a_released_step_may_be_followed_by_the_inner_one() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_a_step_after_each_part_of_a_batch(mode: str) -> None:
+    """The rest of the batch is not called a batch of another loader."""
+    *_, model, optimizer, loader = start(grad_sample_mode=mode)
+    x, y = next(iter(loader))
+    sentence = rf"^The last step released 4 of the {len(x)} samples of a sampled batch, and"
+    with pytest.raises(RuntimeError, match=sentence):
+        epoch(model, optimizer, zip(x.split(4), y.split(4), strict=True))
+    with pytest.raises(RuntimeError, match=sentence if len(x) > 8 else "came without a batch"):
+        epoch(model, optimizer, [(x[:4], y[:4])])
+    with pytest.raises(RuntimeError, match=r"^A backward pass came without a batch of the"):
+        epoch(model, optimizer, [(x, y)])
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("weigh", [lambda loss, _: loss / 3, lambda loss, n: loss * 3 / n])
+def test_parts_of_a_batch_that_are_weighted_by_hand(weigh: Any, poisson: bool) -> None:
+    """Not a loss that couples samples."""
+    *_, model, _, loader = start(poisson_sampling=poisson)
+    x, y = next(iter(loader))
+    sentence = (
+        f"This backward pass holds 3 of the {len(x)} samples of a sampled batch, and its loss is not "
+        "their mean. To accumulate gradients, take the mean of each part, and let BatchMemoryManager "
+        "split batches. See errors.html#step-order"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        weigh(F.cross_entropy(model(x[:3]), y[:3]), len(x)).backward()
+
+
 def test_the_loader_that_was_given_to_make_private() -> None:
     _, _, plain, model, optimizer, _ = start()
     sentence = "^A backward pass came without a batch of the data loader that make_private returned"

@@ -62,9 +62,9 @@ class Refusal(Enum):
         "optimizer.zero_grad(), and run the logical batch again."
     )
     SECOND_PASS = (
-        "Poisson sampling is not compatible with grad accumulation: a second backward pass of one "
-        "physical batch would let a sample contribute twice. Call optimizer.step() after each backward "
-        "pass, and use BatchMemoryManager for large batches."
+        "Poisson sampling is not compatible with grad accumulation: two backward passes came before one "
+        "optimizer.step(), so a sample of both would contribute twice. Call optimizer.step() after each "
+        "pass, and let BatchMemoryManager split large batches."
     )
     UNCLEARED = (
         "Gradients haven't been cleared since the last optimizer step, so the privacy guarantee would "
@@ -270,6 +270,12 @@ class LogicalBatch:
         if self._found is None and self.draws is not None:
             self._found = self.draws.find(self._samples(samples))
         return self._found is None or self._found.draw.size > 0
+
+    @property
+    def whole(self) -> int:
+        """Entries of the sampled batch that `find` has found. 0: unknown, or a manager splits it."""
+        found = self._found
+        return 0 if found is None or found.skip is not None else found.draw.size * self.views
 
     def in_hand(self) -> frozenset[int]:
         """The numbers of samples that the next pass may hold; empty if unknown."""

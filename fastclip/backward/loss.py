@@ -478,3 +478,13 @@ def check_loss(loss: SeenLoss | None, loss_reduction: str, batch_size: int) -> N
             f"The loss ({loss.name} with class weights) is a mean that {_COUPLED}",
             doc="coupled-loss",
         )
+
+
+def of_a_part(samples: int, whole: int, expected: str) -> GraphError:
+    """The error for the loss of a part of a batch that has another weight than `expected`."""
+    return GraphError(
+        f"This backward pass holds {samples} of the {whole} samples of a sampled batch, and its loss is "
+        f"not their {expected}. To accumulate gradients, take the {expected} of each part, and let "
+        "BatchMemoryManager split batches.",
+        doc="step-order",
+    )

@@ -320,8 +320,9 @@ class GradientState:
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
         sampled = bool(self.caught is None and self.batch.find(batch_size))
         self.trace.judge(
-            self.mean_loss, batch_size, scale_invariant=self.clipping.strategy.scale_invariant
-        )
+            self.mean_loss, batch_size, whole=self.batch.whole,
+            scale_invariant=self.clipping.strategy.scale_invariant,
+        )  # fmt: skip
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         factor = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         if self.caught is not None:

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from fastclip.backward.guards import trained_outside, watch_outside
-from fastclip.backward.loss import LossGuard, is_output, running_losses
+from fastclip.backward.loss import LossGuard, is_output, of_a_part, running_losses
 from fastclip.core.torch_names import (
     backward_calls,
     batch_calls,
@@ -558,11 +558,11 @@ class StepTrace:
 
     # The verdict
 
-    def judge(self, mean: bool, batch_size: int, *, scale_invariant: bool) -> None:
+    def judge(self, mean: bool, batch_size: int, *, scale_invariant: bool, whole: int = 0) -> None:
         """Judge a backward pass that has ended, before anything is summed.
 
         Args:
-            mean: `loss_reduction`. scale_invariant: of the strategy.
+            mean: `loss_reduction`. whole: `LogicalBatch.whole`. scale_invariant: of the strategy.
 
         Raises:
             GraphError: samples are not independent, or the loss has another weight.
@@ -575,10 +575,10 @@ class StepTrace:
             with step.tracer.aside():
                 step.law.end_step(step.reached)
                 check_views(step.tracer, step.rows, batch_size)
-                whole = [
+                losses = [
                     x for x in running_losses() if not x.dim() and not is_output(x, step.outputs)
                 ]
-                degrees = {step.tracer.shadow_of(x).degree for x in whole}
+                degrees = {step.tracer.shadow_of(x).degree for x in losses}
             by_values = step.by_outputs and not (step.proven or report.hooked)
             inside = [
                 f for f in report.findings
@@ -592,7 +592,7 @@ class StepTrace:
                 if any(f.kind == "place" for f in found):
                     self.misplaced()
                 raise GraphError(found[0].said, doc="coupled-loss")
-            self._check_degree(degrees, mean, batch_size, report.shifts)
+            self._check_degree(degrees, mean, batch_size, report.shifts, whole)
         except GraphError as error:
             self.log.error = error
             self._report()
@@ -633,7 +633,7 @@ class StepTrace:
         return norm_sq if self._guard is None else self._guard.checked(norm_sq, batch_size)
 
     def _check_degree(
-        self, degrees: set[int | None], mean: bool, batch_size: int, shifts: set[int]
+        self, degrees: set[int | None], mean: bool, batch_size: int, shifts: set[int], whole: int
     ) -> None:
         if len(degrees) != 1 or batch_size < 2:
             return
@@ -641,9 +641,11 @@ class StepTrace:
         wanted = _DEGREES["mean" if mean else "sum"]
         if degree is None or wanted in {degree, *(degree + shift for shift in shifts)}:
             return
+        expected = "mean" if mean else "sum"
+        if batch_size < whole:
+            raise of_a_part(batch_size, whole, expected)
         found = next((name for name, d in _DEGREES.items() if d == degree), None)
         kind = f"a {found} over the batch" if found else "neither a sum nor a mean over the batch"
-        expected = "mean" if mean else "sum"
         fix = f"Pass loss_reduction={found!r}, or take" if found else "Take"
         raise GraphError(
             f"Your loss is {kind}, but loss_reduction={expected!r}, so each contribution depends on the "

@@ -26,6 +26,7 @@ from fastclip.data.iteration import (
     ANOTHER,
     BORDER,
     EMPTY,
+    REST,
     UNCLEAR,
     UNCLEAR_UNITS,
     UNDRAWN,
@@ -299,6 +300,8 @@ class SampledBatches:
         """Batches drawn and not used, in order."""
         self._used: list[PhysicalBatch] = []
         """Parts of the logical batch that is being gathered."""
+        self._rest: tuple[int, int] | None = None
+        """Samples that contributed to the last release, and samples of its batch, if it had more."""
         self.released: list[Iteration] = []
         """Passes over the data that the last step belongs to. Empty if they are not known."""
         self._newest: PhysicalBatch | None = None
@@ -544,6 +547,10 @@ class SampledBatches:
         for draw in {b.draw for b in self._used}:
             draw.released_by.append(self)
             draw.iteration.done = max(draw.iteration.done, draw.number)
+        last = self._used[-1].draw if self._used else None
+        self._rest = None
+        if last is not None and last.credited < last.size:
+            self._rest = last.credited, last.size
         self._used.clear()
 
     def give_up(self, *, forget: bool) -> None:
@@ -619,6 +626,10 @@ class SampledBatches:
         """Returns a batch of an earlier pass, which may be used again without Poisson sampling."""
         if self._used:
             raise self._used[-1].too_many(samples)
+        if self.independent and self._rest is not None:
+            used, drawn = self._rest
+            if samples <= drawn - used:
+                raise StepError(REST.format(used=used, drawn=drawn), doc="step-order")
         if self.independent:
             raise StepError(UNDRAWN, doc="sampling")
         batch = PhysicalBatch(SampledBatch(self._largest, Iteration(stream=self.stream)), 0)

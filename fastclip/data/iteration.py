@@ -43,6 +43,11 @@ UNDRAWN = (
     "does not cover its samples. Iterate over that loader and use each batch once, or wrap passes that "
     "must not train in engine.paused()."
 )
+REST = (
+    "The last step released {used} of the {drawn} samples of a sampled batch, and this backward pass "
+    "came before the next batch of the data loader. Call optimizer.step() once per sampled batch, and "
+    "let BatchMemoryManager split it."
+)
 EMPTY = (
     "An empty batch of Poisson sampling was skipped, which reveals that no sample was drawn, so epsilon "
     "is larger than recorded. Train on empty batches too, or pass rand_on_empty=True to make_private."

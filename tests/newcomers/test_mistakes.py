@@ -203,6 +203,22 @@ def two_backward_passes() -> None:
         F.cross_entropy(run.model(x), y).backward()
 
 
+def weighted_parts() -> None:
+    run = private()
+    x, y = run.batch()
+    for inputs, labels in zip(x.split(4), y.split(4), strict=True):  # as before, weighted
+        (F.cross_entropy(run.model(inputs), labels) / 4).backward()
+
+
+def step_after_each_part() -> None:
+    run = private()
+    x, y = run.batch()
+    for inputs, labels in zip(x.split(4), y.split(4), strict=True):
+        run.optimizer.zero_grad()
+        F.cross_entropy(run.model(inputs), labels).backward()
+        run.optimizer.step()
+
+
 def retained_graph() -> None:
     loss = private().loss()
     loss.backward(retain_graph=True)
@@ -303,6 +319,8 @@ MISTAKES = (
     Mistake(step_before_backward, StepError, "step-order"),
     Mistake(no_zero_grad, StepError, "step-order"),
     Mistake(two_backward_passes, StepError, "step-order"),
+    Mistake(weighted_parts, GraphError, "step-order"),
+    Mistake(step_after_each_part, StepError, "step-order"),
     Mistake(retained_graph, GraphError, "second-backward"),
     Mistake(gradient_penalty, GraphError, "second-backward"),
     Mistake(mean_over_the_batch_in_the_loss, GraphError, "coupled-loss"),

@@ -342,7 +342,7 @@ def test_a_second_pass_is_refused_as_itself_where_a_capture_begins() -> None:
     run = start(flat(), torch.randn(64, 6))
     x, y = next(iter(run[3]))
     run[4](x, y)
-    with refused("second backward pass of one physical batch", StepError):
+    with refused("two backward passes came before one", StepError):
         run[4](x, y)
 
 
