@@ -124,10 +124,10 @@ def _origin(name: str, why_not: str) -> dict[str, str]:
     """Where a module that is built for one version of torch comes from, or why it is missing."""
     state = state_of(name)
     if not why_not:
-        return {"state": state.kind, "from": state.told}
+        return {"state": state.kind, "from": state.text}
     if state.kind == "package":  # it was not searched for
         return {"state": "off", "why": why_not}
-    return {"state": state.kind, "why": state.told}
+    return {"state": state.kind, "why": state.text}
 
 
 def _nodes_line(found: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "ANCHORS",
@@ -182,6 +182,27 @@ def say(message: str, category: type[Warning] = UserWarning, doc: str | None = N
     while frame.f_back is not None and _of_a_library(name := frame.f_globals.get("__name__", "")):
         level, frame = level + (not name.startswith(_UNCOUNTED)), frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+class OldName:
+    """A deprecated attribute of a class, with the value of the attribute that replaces it.
+
+    Args:
+        new: the name of the attribute.
+    """
+
+    def __init__(self, new: str) -> None:
+        self._new, self._old = new, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._old = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        kind, old, new = owner.__name__, self._old, self._new
+        say(f"{kind}.{old} is deprecated. Use {kind}.{new}.", DeprecationWarning)
+        return getattr(instance, new)
 
 
 def _of_a_library(module: str) -> bool:

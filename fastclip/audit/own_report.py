@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, OldName
 
 TITLE = "What this run reveals about its canaries"
 NOT_SHOWN = (
@@ -65,9 +65,11 @@ class Report:
         return self.bound > self.claimed
 
     @property
-    def told(self) -> bool:
+    def all_right(self) -> bool:
         """Whether all guesses were right."""
         return 0 < self.most <= self.bound
+
+    told = OldName("all_right")
 
     @property
     def kind(self) -> str:
@@ -92,7 +94,7 @@ class Report:
             f"below {most}.",
             "held": f"The claim stands: epsilon is at least {found}, and {claimed} is claimed.",
         }[self.kind]
-        return f"{said} Every guess about a coin was right." if self.told else said
+        return f"{said} Every guess about a coin was right." if self.all_right else said
 
     @property
     def figures(self) -> list[tuple[str, str]]:

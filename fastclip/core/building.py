@@ -180,7 +180,7 @@ class Missing(NamedTuple):
 
     part: str
     """The folder of csrc/ that becomes it."""
-    refused: str
+    reason: str
     """Why the one in the cache is not used, if there is one."""
 
 
@@ -354,7 +354,7 @@ class State(NamedTuple):
 
     kind: str
     """package, cache, off, compiling, compiled, refused, failed, impossible or due."""
-    told: str
+    text: str
     """The same in words, with what to do."""
 
 
@@ -374,7 +374,7 @@ def state_of(name: str) -> State:
         return State("off", f"FASTCLIP_BUILD=0 leaves out fastclip.{name}. Unset it.")
     named = f"fastclip.{name} {fits}"
     try:
-        return _missing(place_of(name, MISSING[name].part), MISSING[name].refused, named)
+        return _missing(place_of(name, MISSING[name].part), MISSING[name].reason, named)
     except NotBuilt as reason:
         return State("impossible", f"{named} cannot be compiled. {reason}")
     except OSError as reason:
@@ -382,7 +382,7 @@ def state_of(name: str) -> State:
         return State("impossible", text)
 
 
-def _missing(place: Place, refused: str, named: str) -> State:
+def _missing(place: Place, reason: str, named: str) -> State:
     """Returns the state of a module that this process does not use."""
     check_folder(place)
     if is_locked(place):
@@ -390,8 +390,8 @@ def _missing(place: Place, refused: str, named: str) -> State:
         text = f"{named} has been compiling for {seconds:.0f} s. Start again when it is done."
         return State("compiling", text)
     if place.library.exists():
-        if refused:
-            return State("refused", f"{named} is not loaded ({refused}). Delete {place.library}.")
+        if reason:
+            return State("refused", f"{named} is not loaded ({reason}). Delete {place.library}.")
         return State("compiled", f"{named} was compiled after this process began. Start again.")
     if was_tried(plan_of(place)):
         text = f"{named} did not compile, see {place.log}. Fix the cause, and delete this file."

@@ -30,7 +30,7 @@ from fastclip.engine.interception import ATTRIBUTE
 from fastclip.engine.model import FastGradSampleModule
 from fastclip.engine.own_forward import check_copied
 from fastclip.engine.validation import check_inner_step, check_module, check_optimizer
-from fastclip.errors import ArgumentError, FastclipError
+from fastclip.errors import ArgumentError, FastclipError, OldName
 from fastclip.ops.planner import PlanRow
 from fastclip.rules.recompute import RecomputeUse
 
@@ -82,12 +82,15 @@ class Explanation:
     """Number of trained parameters (entries, not tensors)."""
     frozen: dict[str, int]
     """Paths of frozen layers, and their parameters."""
-    refused: tuple[str, ...]
+    errors: tuple[str, ...]
     """Errors that make_private would raise, or the reason why the model could not be checked."""
     traps: tuple[str, ...]
     """Settings that train differently than you might expect."""
-    looks: tuple[str, ...] = ()
+    dry_runs: tuple[str, ...] = ()
     """The cost of the dry run that finds the samples in the given batch."""
+
+    refused = OldName("errors")
+    looks = OldName("dry_runs")
 
     @property
     def slow(self) -> tuple[str, ...]:
@@ -103,13 +106,13 @@ class Explanation:
         lines.append(f"not trained: {frozen:,} parameters in {_layers(len(self.frozen))}")
         sections = {
             "slow (no layer rule, so the forward pass is recomputed per sample)": self.slow,
-            "errors of make_private": _by_text(self.refused),
+            "errors of make_private": _by_text(self.errors),
             "traps (it trains differently than you might expect)": self.traps,
         }
         for title, entries in sections.items():
             lines.append(f"{title}: none" if not entries else f"{title}:")
             lines += [f"  - {entry}" for entry in entries]
-        return "\n".join([*lines, *self.looks])
+        return "\n".join([*lines, *self.dry_runs])
 
 
 def _by_text(errors: Sequence[str]) -> list[str]:
@@ -145,11 +148,11 @@ def explain(setup: Setup) -> Explanation:
     trained = {
         p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in optimized
     }
-    rows, refused = _dry_run(setup.module, set(trained.values()))
-    looks: tuple[str, ...] = ()
-    if setup.batch is not None and not refused:
-        rows, looks, refused = _run_batch(setup, set(trained.values()))
-    refused = (*_errors_around(setup), *refused)
+    rows, errors = _dry_run(setup.module, set(trained.values()))
+    dry_runs: tuple[str, ...] = ()
+    if setup.batch is not None and not errors:
+        rows, dry_runs, errors = _run_batch(setup, set(trained.values()))
+    errors = (*_errors_around(setup), *errors)
     frozen = {}
     for path, module in setup.module.named_modules():
         still = [p for p in module.parameters(recurse=False) if p not in trained]
@@ -159,9 +162,9 @@ def explain(setup: Setup) -> Explanation:
         rows,
         sum(_size(p) for p in trained),
         frozen,
-        refused,
+        errors,
         tuple(_traps(setup, optimized)),
-        looks,
+        dry_runs,
     )
 
 
@@ -195,9 +198,9 @@ def _errors_around(setup: Setup) -> Iterator[str]:
 
 def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
     """The layers' rules, and the errors of make_private."""
-    refused = []
+    errors = []
     if not model.training:
-        refused.append(
+        errors.append(
             "The model is in eval mode, and make_private expects training mode. Call model.train()."
         )
     for path, module in model.named_modules():
@@ -206,9 +209,9 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
         try:
             check_module(alone)
         except Exception as error:
-            refused.append(_renamed(str(error), path))
-    if refused:
-        return (), tuple(refused)
+            errors.append(_renamed(str(error), path))
+    if errors:
+        return (), tuple(errors)
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -226,8 +229,8 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
     try:
         FastGradSampleModule(bare, grad_state=grad_state, batch_first=True, loss_reduction="mean")
     except Exception as error:
-        refused.append(str(error))
-    return grad_state.plan_log.plan().rows, tuple(refused)
+        errors.append(str(error))
+    return grad_state.plan_log.plan().rows, tuple(errors)
 
 
 def _renamed(error: str, path: str) -> str:
@@ -248,7 +251,7 @@ def _run_batch(
     private = FastGradSampleModule(
         model, grad_state=grad_state, batch_first=True, loss_reduction=setup.loss_reduction
     )
-    batch, refused = setup.batch, []
+    batch, errors = setup.batch, []
     try:
         with torch.enable_grad():
             if isinstance(batch, Mapping):
@@ -256,9 +259,9 @@ def _run_batch(
             else:
                 private(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
     except Exception as error:
-        refused.append(str(error))
+        errors.append(str(error))
     plan = grad_state.plan_log.plan(grad_state.calls.looks)
-    return plan.rows, tuple(plan.looks), tuple(refused)
+    return plan.rows, tuple(plan.dry_runs), tuple(errors)
 
 
 def _traps(setup: Setup, optimized: set[nn.Parameter]) -> Iterator[str]:

@@ -374,7 +374,7 @@ class FastPrivacyEngine(PrivacyEngine):
             sampling: sampling, sample_rate, unit_ids, ... as for `make_private`.
 
         Returns:
-            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`. Without `module` a
+            An Explanation, with `rows`, `frozen`, `slow`, `errors` and `traps`. Without `module` a
             `fastclip.trace.findings.Proof`: the operations in which samples met, and the conclusion.
 
         Raises:

@@ -29,6 +29,7 @@ import torch
 
 from fastclip import ops
 from fastclip.core.building import cache_folder
+from fastclip.errors import OldName
 from fastclip.ops import ConvGeometry, by_matrices, matrices
 from fastclip.ops.dispatch import backend_of, has_kernel, has_loops
 from fastclip.ops.grams import strips_of
@@ -393,14 +394,14 @@ class PlanLog:
         if path not in self._known:
             self.register(path, rule)
 
-    def plan(self, looks: Iterable[object] = ()) -> NormPlan:
+    def plan(self, dry_runs: Iterable[object] = ()) -> NormPlan:
         """Returns the current table.
 
         Args:
-            looks: costs of the dry runs that find samples, one line each.
+            dry_runs: costs of the dry runs that find samples, one line each.
         """
         rows = (_row(path, *known) for path, known in self._known.items())
-        return NormPlan(tuple(rows), tuple(map(str, looks)))
+        return NormPlan(tuple(rows), tuple(map(str, dry_runs)))
 
 
 def _row(path: str, rule: str, shape: tuple[int, ...] | None, method: str, nbytes: int) -> PlanRow:
@@ -414,8 +415,10 @@ class NormPlan:
     """The trainable layers and how each one's norm is computed; `print` it."""
 
     rows: tuple[PlanRow, ...]
-    looks: tuple[str, ...] = ()
+    dry_runs: tuple[str, ...] = ()
     """Costs of the dry runs that find batch axes: traced calls, passes, seconds."""
+
+    looks = OldName("dry_runs")
 
     def __str__(self) -> str:
         header = ("layer", "rule", "input", "norm", "held")
@@ -433,7 +436,7 @@ class NormPlan:
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(r.nbytes for r in self.rows)
         lines.append(f"held until the end of backward: {_bytes(total)}")
-        return "\n".join([*lines, *self.looks])
+        return "\n".join([*lines, *self.dry_runs])
 
 
 _USED_IN = " in "

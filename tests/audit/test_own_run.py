@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,16 @@ def test_a_claim_that_the_canaries_cannot_refute() -> None:
         report.bound <= report.most < report.claimed
     )  # equal, unless coins are uneven: one in 370
     assert report.verdict.startswith("These canaries could not refute this claim")
-    assert report.verdict.endswith("was right.") == report.told == (report.bound == report.most)
+    assert (
+        report.verdict.endswith("was right.") == report.all_right == (report.bound == report.most)
+    )
+
+
+def test_the_old_name_of_all_right() -> None:
+    for bound, right in ((1.5, True), (0.5, False)):
+        report = Report(**{**dict.fromkeys((f.name for f in fields(Report)), 1), "bound": bound})
+        with pytest.warns(DeprecationWarning, match=r"^Report.told .* Report.all_right"):
+            assert report.told == report.all_right == right
 
 
 class Stream(IterableDataset[int]):

@@ -147,9 +147,9 @@ def test_explain_calls_it_a_broken_guarantee() -> None:
     engine = FastPrivacyEngine()
     for criterion in (nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss(torch.ones(3))):
         found = engine.explain(module=nn.Linear(6, 3), criterion=criterion)
-        assert any("the privacy guarantee does not hold" in why for why in found.refused)
+        assert any("the privacy guarantee does not hold" in why for why in found.errors)
         assert not any(re.search("reduction|batch size|weights", trap) for trap in found.traps)
-    assert not engine.explain(module=nn.Linear(6, 3), criterion=nn.CrossEntropyLoss()).refused
+    assert not engine.explain(module=nn.Linear(6, 3), criterion=nn.CrossEntropyLoss()).errors
 
 
 # In the backward pass

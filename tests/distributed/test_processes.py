@@ -82,7 +82,7 @@ def test_ddp_around_the_private_model(wrap_model: bool) -> None:
     with refused(r"^0 \(DistributedDataParallel\)", UnsupportedLayerError):
         make_private(inside)
     found = FastPrivacyEngine().explain(module=inside)
-    assert any(re.search(WAY_OUT, why) for why in found.refused)
+    assert any(re.search(WAY_OUT, why) for why in found.errors)
 
 
 def test_data_parallel() -> None:

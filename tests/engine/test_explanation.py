@@ -61,7 +61,7 @@ def test_what_is_trained_frozen_and_slow() -> None:
     assert found.trained == 6 + 21
     assert found.frozen == {"0": 42}
     assert not found.slow
-    assert not found.refused
+    assert not found.errors
     assert not found.traps
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -92,7 +92,7 @@ def test_everything_refused_is_told_at_once() -> None:
         nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True)),
     )
     found = engine().explain(module=model)
-    first, second = found.refused
+    first, second = found.errors
     assert first.startswith("1 (BatchNorm2d): ")
     assert second.startswith("2.0 (InstanceNorm2d): ")
     assert "get_compatible_module" in first
@@ -113,13 +113,13 @@ REFUSED = {
 def test_what_is_refused_around_the_layers(name: str) -> None:
     arguments, message = REFUSED[name]
     found = engine().explain(**{"module": nn.Linear(6, 3), **arguments})
-    assert any(re.search(message, why) for why in found.refused), found.refused
+    assert any(re.search(message, why) for why in found.errors), found.errors
     assert message.split()[0] not in "".join(found.traps)
     assert "errors of make_private:" in str(found)
 
 
 def test_a_model_in_eval_mode() -> None:
-    (why,) = engine().explain(module=nn.Linear(6, 3).eval()).refused
+    (why,) = engine().explain(module=nn.Linear(6, 3).eval()).errors
     assert "model.train()" in why
 
 
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_copied() -> None:
     model = nn.Linear(6, 3)
     model.lock = threading.Lock()
     found = engine().explain(module=model, data_loader=loader(), delta=0.1)
-    assert "cannot be copied" in found.refused[0]
+    assert "cannot be copied" in found.errors[0]
     assert any("delta" in trap for trap in found.traps)
 
 
@@ -187,11 +187,11 @@ def test_loaders_that_would_be_refused(poisson: bool) -> None:
     kind = Mine if poisson else WeightedRandomSampler  # whose weights Poisson sampling keeps
     weighted = loader(sampler=kind([1.0] * 64, 64))
     found = engine().explain(module=nn.Linear(6, 3), data_loader=weighted, poisson_sampling=poisson)
-    assert any(kind.__name__ in reason for reason in found.refused)
+    assert any(kind.__name__ in reason for reason in found.errors)
     none = loader(5, drop_last=True)
     found = engine().explain(module=nn.Linear(6, 3), data_loader=none)
-    assert any("at least one batch, got none" in reason for reason in found.refused)
-    assert not engine().explain(module=nn.Linear(6, 3), data_loader=loader()).refused
+    assert any("at least one batch, got none" in reason for reason in found.errors)
+    assert not engine().explain(module=nn.Linear(6, 3), data_loader=loader()).errors
 
 
 def test_a_private_model_has_a_plan_instead() -> None:
@@ -229,7 +229,7 @@ def test_an_optimizer_of_another_model_is_told_before_training() -> None:
     """As where the model was replaced by a compatible copy after it: 0 layers would be trained."""
     model, other = nn.Linear(4, 3), nn.Linear(4, 3)
     told = engine().explain(module=model, optimizer=sgd(other), data_loader=loader())
-    (sentence,) = told.refused
+    (sentence,) = told.errors
     assert sentence.startswith(
         "Module parameters are different than optimizer Parameters, of which 2"
     )
@@ -243,3 +243,13 @@ def test_equal_errors_are_one_line() -> None:
     assert found.count("BatchNorm2d") == 1
     assert "1, 3, 5 and 2 more (BatchNorm2d): " in found
     assert "0 layers" not in found.splitlines()[0]
+
+
+@pytest.mark.parametrize(("old", "new"), [("refused", "errors"), ("looks", "dry_runs")])
+def test_old_names(old: str, new: str) -> None:
+    """Each gives the value of the new name, and names it."""
+    model = nn.Sequential(nn.Linear(6, 6), Scale())
+    for found in (engine().explain(module=model, batch=torch.ones(4, 6)),
+                  engine().explain(module=nn.BatchNorm1d(3))):  # fmt: skip
+        with pytest.warns(DeprecationWarning, match=f"^Explanation.{old} .* Explanation.{new}"):
+            assert getattr(found, old) == getattr(found, new)

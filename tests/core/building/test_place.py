@@ -99,7 +99,7 @@ def test_what_others_may_have_written_is_refused(
         load(kept)
     with pytest.raises(ImportError, match=r"another user|other users"):
         find("_path", "path")
-    assert MISSING["_path"].refused
+    assert MISSING["_path"].reason
     assert "_path" not in building.CACHED
     if what != "library":
         with pytest.raises(PermissionError):

@@ -12,7 +12,15 @@ from fastclip import Costs, Planner
 from fastclip import doctor as command
 from fastclip.ops import ConvGeometry, dispatch
 from fastclip.ops import planner as costs
-from fastclip.ops.planner import cache_file, costs_of, device_name, kept_costs, measure, save
+from fastclip.ops.planner import (
+    NormPlan,
+    cache_file,
+    costs_of,
+    device_name,
+    kept_costs,
+    measure,
+    save,
+)
 
 CPU = torch.device("cpu")
 
@@ -23,6 +31,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept_costs.cache_clear()
     yield tmp_path
     kept_costs.cache_clear()
+
+
+def test_the_old_name_of_dry_runs() -> None:
+    plan = NormPlan((), ("traced forward",))
+    with pytest.warns(DeprecationWarning, match=r"^NormPlan.looks .* NormPlan.dry_runs"):
+        assert plan.looks == plan.dry_runs == ("traced forward",)
 
 
 def test_loops_of_the_extension_have_rates_of_their_own(home: Path, monkeypatch) -> None:
