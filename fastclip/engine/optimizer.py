@@ -28,6 +28,7 @@ from fastclip.engine.release import (
     check_alike,
     divisor_of,
     gate_of,
+    has_stepped,
     keep_only,
     noisy_gradients,
     release_to,
@@ -185,6 +186,11 @@ class _Shared:
                 "Passing seed is prohibited in secure mode. Omit the generator.", doc="secure-mode"
             )
         self.noise_source = SecureNoise() if value else SeededNoise()
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """As in Opacus. The next step warns if the ledger lacks the steps of this state."""
+        DPOptimizer.load_state_dict(self, state_dict)
+        self.hooks.resumes = has_stepped(self.original_optimizer)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Raise an error for `copy.copy`, `copy.deepcopy` and `pickle`.
@@ -468,12 +474,15 @@ class FastDPOptimizer(DPOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a `state_dict()` of this class or of Opacus.
 
+        It holds no privacy spent. The next step warns if the ledger lacks the steps of this state.
+
         Raises:
             ArgumentError: it holds the thresholds of another strategy. Nothing is loaded.
         """
-        inner = dict(state_dict)
-        self.grad_state.clipping.load_state_dict(inner.pop(STATE, None), self.batch.fresh)
+        inner, clipping = dict(state_dict), self.grad_state.clipping
+        clipping.load_state_dict(inner.pop(STATE, None), self.batch.fresh)
         super().load_state_dict(inner)
+        self.hooks.resumes = bool(clipping.step) or has_stepped(self.original_optimizer)
 
 
 def _take_no_samples(grad_state: GradientState, parameters: list[nn.Parameter]) -> None:

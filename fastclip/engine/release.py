@@ -22,7 +22,7 @@ from fastclip.core.opacus_names import OPACUS_MARK
 from fastclip.distributed import ranks as release
 from fastclip.distributed.ranks import Ranks, whole_of
 from fastclip.distributed.shards import digest, number_of
-from fastclip.errors import ArgumentError, StepError
+from fastclip.errors import ArgumentError, StepError, say
 from fastclip.ops.noise import NoiseSource
 
 
@@ -268,6 +268,8 @@ class StepHooks:
         self.listed: list[Hook] = []
         """Hooks after the accountant's."""
         self.releasing = self._running = False
+        self.resumes = False
+        """State of earlier steps was loaded since the last release."""
 
     @property
     def ledger(self) -> Any:
@@ -281,7 +283,18 @@ class StepHooks:
         return partial(self._call, hooks) if hooks or self._batch.account else None
 
     def record(self, optimizer: DPOptimizer) -> None:
-        """Record one release before its noise is drawn. If this fails, nothing was released."""
+        """Record one release before its noise is drawn. If this fails, nothing was released.
+
+        The first one warns if state of earlier steps was loaded, but no earlier step is recorded.
+        """
+        if self.resumes and self.ledger is not None and not self.ledger.history:
+            say(
+                "optimizer.load_state_dict loaded the state of earlier steps, but the engine has "
+                "recorded none, so epsilon starts at 0 again. Resume with engine.load_checkpoint, which "
+                "also loads the privacy spent.",
+                doc="checkpoints",
+            )
+        self.resumes = False
         try:
             if self._batch.account is not None:
                 self._batch.account(optimizer)
@@ -308,6 +321,15 @@ class StepHooks:
                 hook(optimizer)
         finally:
             self._running = not outermost
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether the state of an inner optimizer shows steps. SGD without momentum has none."""
+    for kept in optimizer.state.values():
+        counted = kept.get("step")
+        if any(x is not None for x in kept.values()) if counted is None else bool(counted > 0):
+            return True
+    return False
 
 
 def account_with(optimizer: Any, record: Any, ranks: Ranks | None) -> None:

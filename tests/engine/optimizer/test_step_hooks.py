@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +16,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from tests.oracle import sample_loss
 
+LOADED = "optimizer.load_state_dict loaded the state of earlier steps, but"
+
 pytestmark = pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
 
 
-def start(mode: str, **told):
+def start(mode: str, kind=torch.optim.SGD, **told):
     torch.manual_seed(0)
     engine, model = FastPrivacyEngine(accountant="rdp"), nn.Linear(6, 2)
     private, optimizer, _ = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        module=model, optimizer=kind(model.parameters(), lr=0.1),
         data_loader=DataLoader(TensorDataset(torch.zeros(24, 6)), 6), noise_multiplier=1.0,
         max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode, **told,
     )  # fmt: skip
@@ -131,3 +137,52 @@ def test_loading_the_optimizer_s_state_keeps_the_hooks(mode: str) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     step(private, optimizer)
     assert len(engine.accountant) == len(seen) == 1
+
+
+MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, MOMENTUM, torch.optim.Adagrad])
+def test_a_state_of_steps_without_a_ledger(mode: str, kind) -> None:
+    """The first step after it warns, once, whatever optimizer it is of."""
+    _, private, optimizer = start(mode, kind)
+    fresh = copy.deepcopy(optimizer.state_dict())
+    step(private, optimizer)
+    saved = optimizer.state_dict()
+    engine, private, optimizer = start(mode, kind)
+    optimizer.load_state_dict(fresh)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", LOADED)
+        step(private, optimizer)
+    engine, private, optimizer = start(mode, kind)
+    optimizer.load_state_dict(saved)
+    with pytest.warns(UserWarning, match=LOADED + ".* engine.load_checkpoint.*#checkpoints$"):
+        step(private, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", LOADED)
+        step(private, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())  # as a divergent run is set back
+        step(private, optimizer)
+    assert len(engine.accountant) == 1
+
+
+@pytest.mark.parametrize("ledger_first", [True, False])
+def test_a_state_of_steps_with_its_ledger(mode: str, ledger_first: bool, tmp_path: Path) -> None:
+    """In either order, and by load_checkpoint."""
+    engine, private, optimizer = start(mode, torch.optim.Adam)
+    step(private, optimizer)
+    saved = [
+        (optimizer, optimizer.state_dict()),
+        (engine.accountant, engine.accountant.state_dict()),
+    ]
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=private, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", LOADED)
+        later, private, resumed = start(mode, torch.optim.Adam)
+        of = {id(optimizer): resumed, id(engine.accountant): later.accountant}
+        for source, state in reversed(saved) if ledger_first else saved:
+            of[id(source)].load_state_dict(state)
+        step(private, resumed)
+        later, private, resumed = start(mode, torch.optim.Adam)
+        later.load_checkpoint(path=tmp_path / "run.pt", module=private, optimizer=resumed)
+        step(private, resumed)
