@@ -494,18 +494,16 @@ class Resumed:
         same = all(self.saved.get(name, value) == value for name, value in now.items())
         return same and recorded == self.steps
 
-    def check(self, trainer: Any, steps: int) -> None:
-        """Checks that the budget is not exceeded and that the clipping strategy does not restart.
+    def check(self, trainer: Any) -> None:
+        """Checks that the clipping strategy does not restart.
 
         Args:
             trainer: the trainer, before its first step.
-            steps: number of steps to come.
 
         Raises:
-            ArgumentError: if one of the two would happen; it names a fix.
+            ArgumentError: if it would; it names a fix.
         """
-        optimizer, accountant = trainer.dp_optimizer, trainer.engine.accountant
-        state, done = optimizer.grad_state.clipping, trainer.state.global_step
+        state, done = trainer.dp_optimizer.grad_state.clipping, trainer.state.global_step
         if not state.strategy.constant and state.step != done:
             raise ArgumentError(
                 f"{self.folder} has no state of {in_words(state.strategy.kind)} after {done} steps "
@@ -513,13 +511,33 @@ class Resumed:
                 "restart. Resume from a checkpoint with the optimizer's state.",
                 doc="checkpoints",
             )
-        if trainer.privacy.target_epsilon is not None:
-            before = self.saved.get("noise_multiplier", "the run's")
-            Budget(trainer.privacy.target_epsilon, trainer.privacy.target_delta).check(
-                accountant, optimizer, trainer.engine.sampling, steps,
-                "Resume with that run's batch, epochs and target, or pass "
-                f"noise_multiplier={before} and watch epsilon.",
-            )  # fmt: skip
+
+
+def check_budget(trainer: Any, steps: int) -> None:
+    """Checks that a run whose ledger holds steps already stays within its budget.
+
+    The steps are those of a checkpoint, of an earlier train(), or of other trainers of the engine.
+
+    Args:
+        trainer: the trainer, before its first step.
+        steps: number of steps to come.
+
+    Raises:
+        ArgumentError: if it would not; it names a fix.
+    """
+    privacy, resumed = trainer.privacy, trainer.resumed
+    if privacy.target_epsilon is None:
+        return
+    fix = "Raise target_epsilon, or pass noise_multiplier= instead and watch epsilon."
+    if resumed is not None:
+        before = resumed.saved.get("noise_multiplier", "the run's")
+        fix = (
+            "Resume with that run's batch, epochs and target, or pass "
+            f"noise_multiplier={before} and watch epsilon."
+        )
+    Budget(privacy.target_epsilon, privacy.target_delta).check(
+        trainer.engine.accountant, trainer.dp_optimizer, trainer.engine.sampling, steps, fix
+    )
 
 
 def read_checkpoint(folder: str, accountant: Any) -> Resumed:
@@ -570,10 +588,16 @@ class AccountedCheckpoints(TrainerCallback):
         """The latest epoch of the run."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks a resumed run when everything is loaded and nothing has been released."""
-        self._newest = None
-        if self.trainer.resumed is not None:
-            self.trainer.resumed.check(self.trainer, state.max_steps - state.global_step)
+        """Checks a run when everything is loaded and nothing has been released.
+
+        If privacy has been spent already, epsilon is logged before the first step.
+        """
+        self._newest, trainer = None, self.trainer
+        if trainer.resumed is not None:
+            trainer.resumed.check(trainer)
+        if trainer.engine.accountant.history:
+            check_budget(trainer, state.max_steps - state.global_step)
+            trainer.log({"epsilon": trainer.epsilon()})
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seeds the epoch as Accelerate does, so a resumed epoch skips the batches sampled before.

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastclip import FastPrivacyEngine, clipping
 from fastclip.accounting import find_noise_multiplier
@@ -68,6 +69,23 @@ def test_a_run_that_would_exceed_it_is_refused(planned: Path, after: dict) -> No
     with refused("above target_epsilon.*pass noise_multiplier="):
         run.train(resume_from_checkpoint=str(planned / "checkpoint-2"))
     assert taken(run) == 2  # the model has the checkpoint's weights, and no step was taken
+
+
+def test_a_second_run_under_one_budget_is_refused(tmp_path: Path) -> None:
+    """Of the same trainer, or of another one of the engine, before its first step."""
+    first = trainer(tmp_path, privacy=BUDGET)
+    first.train()
+    spent, before = first.epsilon(), {k: v.clone() for k, v in first.model.state_dict().items()}
+    assert spent <= TARGET
+    for run in (first, trainer(tmp_path, first.model, privacy=BUDGET, engine=first.engine)):
+        with (
+            pytest.warns(UserWarning, match="plans as if nothing was spent"),
+            refused("above target_epsilon=6. Raise target_epsilon, or pass noise_multiplier="),
+        ):
+            run.train()
+    assert taken(first) == STEPS
+    assert first.epsilon() == spent
+    assert all(torch.equal(v, before[k]) for k, v in first.model.state_dict().items())
 
 
 @pytest.mark.slow

@@ -23,6 +23,28 @@ def taken(run) -> int:
     return sum(steps for _, _, steps in run.engine.accountant.history)
 
 
+def at_begin(run) -> list[tuple[int, float]]:
+    """(step, epsilon) of the log's entries that hold nothing else."""
+    names = {"epsilon", "epoch", "step"}
+    found = [entry for entry in run.state.log_history if not {*entry} - names]
+    return [(entry["step"], entry["epsilon"]) for entry in found]
+
+
+def test_epsilon_is_logged_before_the_first_step_of_a_run_that_is_not_new(tmp_path: Path) -> None:
+    """Of a checkpoint, and of an earlier train() of the same trainer; once."""
+    run = trainer(tmp_path, arguments=SAVING)
+    run.train()
+    spent = run.epsilon()
+    assert at_begin(run) == []
+    run.train()
+    assert at_begin(run) == [(0, spent)]
+    resumed = trainer(tmp_path, arguments=SAVING)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    _, (step, epsilon) = at_begin(resumed)  # after that of the checkpoint's own run
+    assert step == 2
+    assert spent < epsilon < run.epsilon()
+
+
 @pytest.mark.slow
 def test_resuming_the_same_trainer_adds_up(tmp_path: Path) -> None:
     run = trainer(tmp_path, arguments=SAVING)
