@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fastclip.engine.optimizer import STATE
 from tests.engine.optimizer.test_step_hooks import start
 from tests.oracle import sample_loss
 
+DOCS = Path(__file__).parents[3] / "docs"
 SHOWN = ("threshold", "sensitivity", "group_weights", "noisy_counts")
 STRATEGIES: dict[str, Any] = {
     "flat": clipping.dp_sgd(),
@@ -60,6 +62,27 @@ def test_changing_it_changes_no_noise(strategy: str) -> None:
         gradients.append([p.grad.clone() for p in optimizer.params])
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_of_an_old_loop_does_nothing(strategy: str, set_to_none: bool) -> None:
+    """As docs/own_loop.md says: the norm of no gradients is 0, and the step is as without it."""
+    found: list[list[Tensor]] = []
+    for clips in (False, True):
+        optimizer, _ = begun(strategy)
+        optimizer.original_optimizer.zero_grad(set_to_none=set_to_none)
+        if clips:
+            assert nn.utils.clip_grad_norm_(optimizer.params, 1e-3) == 0
+        optimizer.step()
+        found.append([p.grad.clone() for p in optimizer.params])
+    assert all(map(torch.equal, *found))
+    assert any(p.abs().max() > 1e-3 for p in found[0])
+
+
+@pytest.mark.parametrize("page", ["own_loop", "pitfalls", "troubleshooting", "migrating"])
+def test_pages_name_it(page: str) -> None:
+    assert "clip_grad_norm_" in (DOCS / f"{page}.md").read_text()
 
 
 def test_a_state_that_was_loaded_is_not_the_callers() -> None:
