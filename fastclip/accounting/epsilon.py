@@ -17,9 +17,10 @@ from opacus.accountants.analysis.gdp import compute_mu_poisson, compute_mu_unifo
 
 import fastclip.accounting.pld  # noqa: F401  # create_accountant("pld")
 from fastclip.accounting.allocation import RandomAllocation
-from fastclip.accounting.numerical import gaussian_epsilon, numerical_epsilon
+from fastclip.accounting.numerical import numerical_epsilon
 from fastclip.accounting.rdp import opacus_epsilon
 from fastclip.accounting.steps import Entry, History, Rate, check_not_truncated, checked_rate, runs
+from fastclip.accounting.transforms import gaussian_epsilon
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.core.checks import between, positive, whole
 from fastclip.core.opacus_names import create_accountant

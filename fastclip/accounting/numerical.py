@@ -16,24 +16,29 @@ Source: Koskela et al. 2020 (Fourier accountant); Doroshenko et al. 2022 (a mesh
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from scipy.fft import irfft, next_fast_len
+from scipy.fft import next_fast_len
 from scipy.optimize import brentq
-from scipy.special import erf, erfcx, log_ndtr
+from scipy.special import erf
 
 from fastclip.accounting.allocation import Law, RandomAllocation, epoch_law
 from fastclip.accounting.transforms import (
+    Composition,
     Sums,
+    gaussian_epsilon,
+    gaussian_log_delta,
     log_difference,
     log_expm1,
     log_mass,
     logsumexp,
+    rounding_unit,
+    solved,
+    total_at,
 )
 from fastclip.core.checks import between, positive
 
@@ -77,6 +82,10 @@ _MINOR = 0.85
 """Share of the first direction's epsilon up to which the second does not matter."""
 _LOOSE = math.log(3e-3)
 """Logarithm of the share of delta that may be rounding in a plan for more steps."""
+_LARGEST, _POINTS = 500.0, 1000
+"""The largest epsilon of a profile, whose exponential is still finite, and their number."""
+_LARGE_DELTA = 0.01
+"""The delta for which the second mesh of a profile is chosen."""
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-3, 1e7, 1e-30
 """Limits of float64's precision. Beyond them epsilon is that of a full batch, of this noise, or of this
 rate, which are upper bounds."""
@@ -115,29 +124,56 @@ def numerical_epsilon(
     log_cut = math.log(delta) + _CUT
     if delta_error is not None:
         log_cut = math.log(min(between("delta_error", delta_error, 0, delta), delta / 10))
+    parts, variation = _parts(history)
+    if any(isinstance(rate, RandomAllocation) for _, rate, _ in parts):
+        log_cut = min(log_cut, math.log(delta) + _CUT)
+    if variation <= delta:
+        return 0.0
+    if _is_gaussian(parts):
+        return gaussian_epsilon(1 / parts[0][0], delta)
+    return _numerical_epsilon(parts, delta, error, log_cut)
+
+
+def numerical_profile(
+    history: Iterable[tuple[float, Any, int]], delta: float
+) -> list[tuple[float, float]]:
+    """Return the privacy profile of a history: pairs (epsilon, delta) from epsilon 0 on.
+
+    Formal guarantee: that of `numerical_epsilon` for every pair, on meshes for two deltas.
+
+    Args:
+        history: as for `numerical_epsilon`.
+        delta: in (0, 1), about the smallest delta of the profile.
+    """
+    parts, variation = _parts(history)
+    if variation <= delta:
+        return [(0.0, variation)]
+    return [(0.0, variation), *_numerical_profile(parts, delta)]
+
+
+def _parts(history: Iterable[tuple[float, Any, int]]) -> tuple[tuple[Part, ...], float]:
+    """Return the different steps, all full batches as one, and a bound on the total variation."""
     totals: Counter[tuple[float, Sampling]] = Counter()
-    variation = 0.0  # at least the run's total variation
+    shared = 0.0  # logarithm of the mass that neighbors share, at least
     for sigma, rate, steps in history:
-        if isinstance(rate, RandomAllocation):
-            log_cut = min(log_cut, math.log(delta) + _CUT)
         for part, count in samplings(sigma, rate):
             if not isinstance(part, RandomAllocation):
                 part = max(part, _LEAST_RATE) if sigma >= _LEAST_NOISE else 1.0
-            variation += steps * count * _variation(sigma, part)
+            shared += steps * count * math.log1p(-min(_variation(sigma, part), 1 - 1e-15))
             totals[min(sigma, _MOST_NOISE), part] += steps * count
-    if variation <= delta:
-        return 0.0
     if len(totals) > _MANY:
         totals = _merged(totals)
     parts = [(sigma, rate, steps) for (sigma, rate), steps in totals.items() if rate != 1]
     # Full batches are one Gaussian mechanism, exactly.
     full = math.hypot(*(steps**0.5 / sigma for (sigma, rate), steps in totals.items() if rate == 1))
-    if not parts:
-        return gaussian_epsilon(full, delta)
     if full:
         parts.append((1 / full, 1.0, 1))
     parts.sort(key=lambda part: (part[0], _rank(part[1])))
-    return _numerical_epsilon(tuple(parts), delta, error, log_cut)
+    return tuple(parts), min(-math.expm1(shared) * (1 + 1e-12), 1.0)
+
+
+def _is_gaussian(parts: tuple[Part, ...]) -> bool:
+    return len(parts) == 1 and parts[0][1] == 1
 
 
 def samplings(sigma: float, rate: Any) -> Iterator[tuple[Any, int]]:
@@ -184,7 +220,7 @@ def _numerical_epsilon(
     """Return epsilon of the parts, cached because runs and searches repeat the same request."""
     log_delta = math.log(delta)
     # No more than if every batch were full.
-    full = gaussian_epsilon(math.hypot(*(n**0.5 / s for s, _, n in parts)), delta)
+    full = gaussian_epsilon(_full_batches(parts), delta)
     found = None
     if len(parts) <= _SEPARATE:
         ahead = tuple((sigma, rate, _ahead(steps)) for sigma, rate, steps in parts)
@@ -205,8 +241,8 @@ class _Plan(NamedTuple):
     """Compositions of a run in both directions, which give epsilon for any numbers of steps."""
 
     epsilon: float
-    removed: list[_Composition]
-    added: list[_Composition]
+    removed: list[Composition]
+    added: list[Composition]
     fine: bool
     """Whether the second direction is as tight as the first. Otherwise it is known to matter less."""
 
@@ -220,12 +256,12 @@ class _Plan(NamedTuple):
         found = []
         for way in (self.removed, self.added):
             curves = [one.curve(steps) for one in way]
-            solved = _solved(curves, log_delta)
-            if solved is None or any(
-                curve.loose(solved[0]) > log_delta + _LOOSE for curve in curves
+            reached = solved(curves, log_delta)
+            if reached is None or any(
+                curve.loose(reached[0]) > log_delta + _LOOSE for curve in curves
             ):
                 return None
-            found.append(solved[0])
+            found.append(reached[0])
         removed, added = found
         return max(removed, added) if self.fine or added <= removed else None
 
@@ -235,11 +271,7 @@ def _plan(
     parts: tuple[Part, ...], delta: float, error: float | None, log_cut: float
 ) -> _Plan:  # fmt: skip
     """Return the compositions of the parts, cached because the next step of a run needs the same."""
-    count = sum(steps for _, _, steps in parts)
-    # At most exp(-z^2 / 2) of a Gaussian is beyond z.
-    reach = math.sqrt(2 * (math.log(count) - log_cut))
-    few = max(_NODES // max(len(parts) // 64, 1), 256)
-    removed, added = (_planned(parts, reach, few, added) for added in (False, True))
+    removed, added, reach = _both_ways(parts, log_cut)
     found, first = _one_way(parts, removed, False, reach, math.log(delta), error, 0.0)
     if found == math.inf:
         return _Plan(math.inf, [], [], False)
@@ -247,42 +279,46 @@ def _plan(
     return _Plan(max(found, other), first, second, other > _MINOR * found)
 
 
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return epsilon of one Gaussian mechanism of noise multiplier 1 / mu, or of a composition to it.
-
-    Formal guarantee: the tight epsilon, plus a rounding margin of 1e-9 of it.
-
-    Source: Balle and Wang 2018, Theorem 8.
-
-    Args:
-        mu: sqrt(sum of sigma^-2).
-        delta: in (0, 1).
-    """
-    log_delta = math.log(delta)
-    if mu > 1e150:
-        return math.inf
-    if mu == 0 or _gaussian_log_delta(0.0, mu) <= log_delta:
-        return 0.0
-    most = mu * (
-        mu / 2 + math.sqrt(-2 * log_delta)
-    )  # where the loss is larger with probability delta
-    found = most
-    if _gaussian_log_delta(most, mu) < log_delta:  # otherwise the two are equal in float64
-        found = brentq(
-            lambda eps: _gaussian_log_delta(eps, mu) - log_delta,
-            0, most, xtol=1e-12 * most, rtol=1e-13,
-        )  # fmt: skip
-    return float(found * (1 + 1e-9) + 1e-12 * most)
+def _both_ways(parts: tuple[Part, ...], log_cut: float) -> tuple[_Losses, _Losses, float]:
+    """Return the losses for a removed and for an added sample, and how far outcomes reach."""
+    count = sum(steps for _, _, steps in parts)
+    # At most exp(-z^2 / 2) of a Gaussian is beyond z.
+    reach = math.sqrt(2 * (math.log(count) - log_cut))
+    few = max(_NODES // max(len(parts) // 64, 1), 256)
+    removed, added = (_planned(parts, reach, few, added) for added in (False, True))
+    return removed, added, reach
 
 
-def _gaussian_log_delta(eps: float, mu: float) -> float:
-    """Return log(Phi(mu/2 - eps/mu) - exp(eps) Phi(-mu/2 - eps/mu))."""
-    near, far = mu / 2 - eps / mu, -mu / 2 - eps / mu
-    if near > 0:
-        ratio = math.exp(eps + log_ndtr(far) - log_ndtr(near))
-    else:  # both are tails, whose quotient is that of erfcx
-        ratio = float(erfcx(-far / math.sqrt(2)) / erfcx(-near / math.sqrt(2)))
-    return float(log_ndtr(near)) + (math.log1p(-ratio) if ratio < 1 else -math.inf)
+@lru_cache(maxsize=64)
+def _numerical_profile(parts: tuple[Part, ...], delta: float) -> tuple[tuple[float, float], ...]:
+    """Return the profile of the parts, cached because a report and its picture ask for the same."""
+    mu = _full_batches(parts)
+    top = min(gaussian_epsilon(mu, delta), _LARGEST)
+    grid = (top * np.linspace(0, 1, _POINTS) ** 2).tolist()
+    pairs = [(eps, math.exp(gaussian_log_delta(eps, mu)) * (1 + 1e-9)) for eps in grid]
+    if _is_gaussian(parts):
+        return tuple(pairs)
+    counts = [steps for _, _, steps in parts]
+    for level in (
+        delta,
+        max(delta, _LARGE_DELTA),
+    ):  # the mesh of a small delta is coarse at epsilon 0
+        removed, added, reach = _both_ways(parts, math.log(level) + _CUT)
+        found, first = _one_way(parts, removed, False, reach, math.log(level), None, 0.0)
+        other, second = _one_way(parts, added, True, reach, math.log(level), None, 0.0)
+        if not first or not second:  # full batches are known, and nothing finer
+            continue
+        ways = [[one.curve(counts).everywhere() for one in way] for way in (first, second)]
+        top = min(top, max(found, other))
+        for eps in (top * np.linspace(0, 1, _POINTS) ** 2).tolist():
+            log = max(total_at(curves, eps) for curves in ways)
+            pairs += [(eps, math.exp(log))] if log < 0 else []
+    return tuple(pairs)
+
+
+def _full_batches(parts: tuple[Part, ...]) -> float:
+    """Return mu of the run if every batch were full, which has no less cost."""
+    return math.hypot(*(steps**0.5 / sigma for sigma, _, steps in parts))
 
 
 def _loss(at: np.ndarray, sigma: float, rate: float) -> np.ndarray:
@@ -455,7 +491,7 @@ class _Losses:
 def _one_way(
     parts: tuple[Part, ...], losses: _Losses, added: bool, reach: float, log_delta: float,
     error: float | None, least: float,
-) -> tuple[float, list[_Composition]]:  # fmt: skip
+) -> tuple[float, list[Composition]]:  # fmt: skip
     """Return (epsilon, compositions) in one direction. Epsilon is inf if float64 carries none.
 
     It is not tight if it is far below `least`.
@@ -474,7 +510,7 @@ def _one_way(
     tolerance = _TOLERANCE if len(parts) <= _MANY else 10 * _TOLERANCE
     slope, found = losses.first_tilt(log_delta)
     best, mesh, further = math.inf, math.inf, 0.0
-    kept: list[_Composition] = []
+    kept: list[Composition] = []
     for attempt in range(_ROUNDS):
         scale = max(found, least, _NATURAL / slope)
         # The first order of the mesh's error ends at about a tenth.
@@ -493,7 +529,7 @@ def _one_way(
             for (_, rare, _), tilt, window in zip(kinds, tilts, windows, strict=True)
         ]
         curves = [one.curve([steps for _, _, steps in parts]) for one in composed]
-        before, now = found, _solved(curves, log_delta)
+        before, now = found, solved(curves, log_delta)
         if now is not None:
             found, slope = now[0], now[1] or slope
             if found <= best:
@@ -507,126 +543,10 @@ def _one_way(
     return best, kept
 
 
-class _Curve:
-    """log delta of a composition at epsilons `first` * mesh, (`first` + 1) * mesh, ..., falling.
-
-    Args:
-        composition: its window, mesh and tilt.
-        masses: tilted masses at the points of the mesh, [length].
-        moment: logarithm by which they are multiplied.
-        hidden: logarithm of their rounding, which is tilted as they are.
-        outside: logarithm of the mass of infinite losses.
-    """
-
-    def __init__(
-        self, composition: _Composition, masses: np.ndarray, moment: float, hidden: float,
-        outside: float,
-    ) -> None:  # fmt: skip
-        self.first, self.mesh, self.length = composition.first, composition.mesh, len(masses)
-        self._tilt, self._weights = composition.tilt, composition.weights
-        self._masses, self._moment = masses, moment
-        self._hidden, self._outside = hidden, outside
-        self._known: dict[int, float] = {}
-
-    def log_delta(self, number: int) -> float:
-        """Return log delta at a point, sum_l P(l) (1 - exp(eps - l)) over the losses l above it."""
-        if number >= self.length - 1:
-            return self._outside
-        if number not in self._known:
-            above = float(self._masses[number:] @ self._weights[: self.length - number])
-            found = math.log(above) if above > 0 else -math.inf
-            found = self._moment + float(np.logaddexp(found, self._hidden))
-            found -= self._tilt * self.mesh * (self.first + number)
-            self._known[number] = float(np.logaddexp(found, self._outside))
-        return self._known[number]
-
-    def loose(self, eps: float) -> float:
-        """Return the logarithm of the part of delta that is rounding or infinite losses."""
-        return max(self._moment + self._hidden - self._tilt * eps, self._outside)
-
-    def at(self, eps: float) -> float:
-        """Return an upper bound of log delta, linear in exp(eps) between two points of the mesh."""
-        before = math.floor(eps / self.mesh)
-        number = before - self.first
-        if number < 0:
-            return math.inf
-        high, low = self.log_delta(number), self.log_delta(number + 1)
-        if not high > low:
-            return high
-        share = math.exp(log_expm1(eps - before * self.mesh) - log_expm1(self.mesh))
-        if not 0 < share < 1:  # by rounding
-            return float(low if share >= 1 else high)
-        return float(np.logaddexp(high + math.log1p(-share), low + math.log(share)))
-
-
-def _solved(curves: list[_Curve], log_delta: float) -> tuple[float, float] | None:
-    """Return (epsilon, -d log delta / d epsilon) of a sum of deltas, or None if it is never reached."""
-
-    def total(eps: float) -> float:
-        return float(np.logaddexp.reduce([curve.at(eps) for curve in curves]))
-
-    low, high = 0.0, max((c.first + c.length) * c.mesh for c in curves)
-    if total(low) <= log_delta:
-        return 0.0, 0.0
-    if total(high) > log_delta:
-        return None
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if total(middle) > log_delta else (low, middle)
-    mesh = min(curve.mesh for curve in curves)
-    return high, max((total(high) - total(high + mesh)) / mesh, 0.0)
-
-
-class _Composition(NamedTuple):
-    """Transforms of the tilted losses of one step of each part, on a mesh and in a window.
-
-    The masses are multiplied by exp(tilt L) before the transform and divided by it afterwards. The
-    rounding of float64 is then small relative to the masses around the window's center, however small
-    delta is. Mass outside of the window wraps around into it, where it is counted in addition. Mass
-    above the window also counts as infinite (Chernoff's bound).
-    """
-
-    steps: list[Sums]
-    """One step of each part, or all steps of all parts."""
-    first: int
-    length: int
-    mesh: float
-    tilt: float
-    weights: np.ndarray
-    """exp(-tilt l) (1 - exp(-l)) at the points l = 0, mesh, 2 mesh, ..., [length]."""
-    bounds: np.ndarray
-    """Tilts of Chernoff's bound."""
-    rare: bool
-
-    def curve(self, steps: Sequence[int]) -> _Curve:
-        """Return delta after these numbers of steps of the parts."""
-        counts = steps if len(self.steps) == len(steps) else [1]
-        sums = Sums.of_steps(self.steps, counts, rare=self.rare)
-        change, rounding = sums.change(_unit(self.length), rare=self.rare)
-        masses = irfft(change, self.length)
-        if not self.rare:
-            masses[0] += 1
-        masses = np.maximum(np.roll(masses, -self.first % self.length), 0.0)
-        infinite = math.log(sums.infinite) if sums.infinite else -math.inf
-        top = (self.first + self.length - 1) * self.mesh
-        outside = float(np.logaddexp(float((sums.above - self.bounds * top).min()), infinite))
-        # By Cauchy and Schwarz, from the masses above a point and their weights exp(-tilt (l - point)).
-        hidden = math.log(1e-300 + rounding)
-        hidden += min(math.log(self.length), -log_expm1(2 * self.tilt * self.mesh)) / 2
-        if math.isnan(float(masses.sum()) + sums.moment + hidden + outside):
-            raise ArithmeticError("the composition is not a number")
-        return _Curve(self, masses, sums.moment, hidden, outside)
-
-
-def _unit(length: int) -> float:
-    """Return the rounding of a Fourier transform relative to its norm."""
-    return sys.float_info.epsilon * math.log2(2 * length)
-
-
 def _composed(
     parts: tuple[Part, ...], added: bool, reach: float, mesh: float,
     window: tuple[float, float, float], tilt: float, bulk: float, *, rare: bool,
-) -> _Composition:  # fmt: skip
+) -> Composition:  # fmt: skip
     """Return the composition at the points of a mesh in a window of losses.
 
     Args:
@@ -645,13 +565,13 @@ def _composed(
         count = 1 if separate else steps
         begin, masses, lost = _step_on_mesh(sigma, rate, reach, mesh, added)
         kept[-1].add(
-            begin, masses.copy(), count, mesh, tilt, bulk, bounds, _unit(length), rare=rare
+            begin, masses.copy(), count, mesh, tilt, bulk, bounds, rounding_unit(length), rare=rare
         )
         if rare or bulk == math.inf:
             kept[-1].infinite += count * math.exp(lost)
     at = mesh * np.arange(length)
     weights = np.exp(-tilt * at) * -np.expm1(-at)
-    return _Composition(kept, first, length, mesh, tilt, weights, bounds, rare)
+    return Composition(kept, first, length, mesh, tilt, weights, bounds, rare)
 
 
 @lru_cache(maxsize=1)  # both parts of a delta use it

@@ -1,14 +1,17 @@
-"""Sums of many independent losses by Fourier transforms, with bounds on float64's rounding."""
+"""Sums of many independent losses: by Fourier transforms with bounds on rounding, or in closed form."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.fft import rfft
-from scipy.special import log_ndtr
+from scipy.fft import irfft, rfft
+from scipy.optimize import brentq
+from scipy.special import erfcx, log_ndtr
 
 _DEAD = -50.0
 """Logarithm of a characteristic function below which it is far below float64's rounding of 1."""
@@ -203,3 +206,180 @@ def on_losses(
     cells = np.minimum((places / mesh).astype(np.int64), points - 2)
     up = np.clip(np.expm1(mesh * cells - places) / math.expm1(-mesh), 0.0, 1.0) * masses
     return np.bincount(cells, masses - up, points) + np.bincount(cells + 1, up, points)
+
+
+class Curve:
+    """log delta of a composition at epsilons `first` * mesh, (`first` + 1) * mesh, ..., falling.
+
+    Args:
+        composition: its window, mesh and tilt.
+        masses: tilted masses at the points of the mesh, [length].
+        moment: logarithm by which they are multiplied.
+        hidden: logarithm of their rounding, which is tilted as they are.
+        outside: logarithm of the mass of infinite losses.
+    """
+
+    def __init__(
+        self, composition: Composition, masses: np.ndarray, moment: float, hidden: float,
+        outside: float,
+    ) -> None:  # fmt: skip
+        self.first, self.mesh, self.length = composition.first, composition.mesh, len(masses)
+        self._tilt, self._weights = composition.tilt, composition.weights
+        self._masses, self._moment = masses, moment
+        self._hidden, self._outside = hidden, outside
+        self._known: Any = {}
+
+    def everywhere(self) -> Curve:
+        """Compute log delta at all points at once and return the curve, for many epsilons."""
+        at = self.mesh * np.arange(self.first, self.first + self.length)
+        center = float(at.mean())
+        with np.errstate(divide="ignore"):
+            found = np.log(self._masses) - (1 + self._tilt) * (at - center)
+        # delta(l) - delta(l + mesh) = (exp(l + mesh) - exp(l)) Q(losses above l), relative to a center.
+        found = np.logaddexp.accumulate(found[::-1])[:-1] + (at[-2::-1] - center)
+        found = np.logaddexp.accumulate(found)[::-1]
+        found += self._moment - self._tilt * center + log_expm1(self.mesh)
+        found = np.logaddexp(found, self._moment + self._hidden - self._tilt * at[:-1])
+        found = np.logaddexp(found, self._outside)
+        self._known = dict(enumerate(found.tolist()))
+        return self
+
+    def log_delta(self, number: int) -> float:
+        """Return log delta at a point, sum_l P(l) (1 - exp(eps - l)) over the losses l above it."""
+        if number >= self.length - 1:
+            return self._outside
+        if number not in self._known:
+            above = float(self._masses[number:] @ self._weights[: self.length - number])
+            found = math.log(above) if above > 0 else -math.inf
+            found = self._moment + float(np.logaddexp(found, self._hidden))
+            found -= self._tilt * self.mesh * (self.first + number)
+            self._known[number] = float(np.logaddexp(found, self._outside))
+        return self._known[number]
+
+    def loose(self, eps: float) -> float:
+        """Return the logarithm of the part of delta that is rounding or infinite losses."""
+        return max(self._moment + self._hidden - self._tilt * eps, self._outside)
+
+    def at(self, eps: float) -> float:
+        """Return an upper bound of log delta, linear in exp(eps) between two points of the mesh."""
+        before = math.floor(eps / self.mesh)
+        number = before - self.first
+        if number < 0:
+            return math.inf
+        high, low = self.log_delta(number), self.log_delta(number + 1)
+        if not high > low:
+            return high
+        share = math.exp(log_expm1(eps - before * self.mesh) - log_expm1(self.mesh))
+        if not 0 < share < 1:  # by rounding
+            return float(low if share >= 1 else high)
+        return float(np.logaddexp(high + math.log1p(-share), low + math.log(share)))
+
+
+def solved(curves: list[Curve], log_delta: float) -> tuple[float, float] | None:
+    """Return (epsilon, -d log delta / d epsilon) of a sum of deltas, or None if it is never reached."""
+
+    def total(eps: float) -> float:
+        return total_at(curves, eps)
+
+    low, high = 0.0, max((c.first + c.length) * c.mesh for c in curves)
+    if total(low) <= log_delta:
+        return 0.0, 0.0
+    if total(high) > log_delta:
+        return None
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(middle) > log_delta else (low, middle)
+    mesh = min(curve.mesh for curve in curves)
+    return high, max((total(high) - total(high + mesh)) / mesh, 0.0)
+
+
+def total_at(curves: list[Curve], eps: float) -> float:
+    return float(np.logaddexp.reduce([curve.at(eps) for curve in curves]))
+
+
+class Composition(NamedTuple):
+    """Transforms of the tilted losses of one step of each part, on a mesh and in a window.
+
+    The masses are multiplied by exp(tilt L) before the transform and divided by it afterwards. The
+    rounding of float64 is then small relative to the masses around the window's center, however small
+    delta is. Mass outside of the window wraps around into it, where it is counted in addition. Mass
+    above the window also counts as infinite (Chernoff's bound).
+    """
+
+    steps: list[Sums]
+    """One step of each part, or all steps of all parts."""
+    first: int
+    length: int
+    mesh: float
+    tilt: float
+    weights: np.ndarray
+    """exp(-tilt l) (1 - exp(-l)) at the points l = 0, mesh, 2 mesh, ..., [length]."""
+    bounds: np.ndarray
+    """Tilts of Chernoff's bound."""
+    rare: bool
+
+    def curve(self, steps: Sequence[int]) -> Curve:
+        """Return delta after these numbers of steps of the parts."""
+        counts = steps if len(self.steps) == len(steps) else [1]
+        sums = Sums.of_steps(self.steps, counts, rare=self.rare)
+        change, rounding = sums.change(rounding_unit(self.length), rare=self.rare)
+        masses = irfft(change, self.length)
+        if not self.rare:
+            masses[0] += 1
+        masses = np.maximum(np.roll(masses, -self.first % self.length), 0.0)
+        infinite = math.log(sums.infinite) if sums.infinite else -math.inf
+        top = (self.first + self.length - 1) * self.mesh
+        outside = float(np.logaddexp(float((sums.above - self.bounds * top).min()), infinite))
+        # By Cauchy and Schwarz, from the masses above a point and their weights exp(-tilt (l - point)).
+        hidden = math.log(1e-300 + rounding)
+        hidden += min(math.log(self.length), -log_expm1(2 * self.tilt * self.mesh)) / 2
+        if math.isnan(float(masses.sum()) + sums.moment + hidden + outside):
+            raise ArithmeticError("the composition is not a number")
+        return Curve(self, masses, sums.moment, hidden, outside)
+
+
+def rounding_unit(length: int) -> float:
+    """Return the rounding of a Fourier transform relative to its norm."""
+    return sys.float_info.epsilon * math.log2(2 * length)
+
+
+# -------------------------------------------------------------------------------------------------
+# Sums of the losses of Gaussian mechanisms, which are one Gaussian mechanism.
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return epsilon of one Gaussian mechanism of noise multiplier 1 / mu, or of a composition to it.
+
+    Formal guarantee: the tight epsilon, plus a rounding margin of 1e-9 of it.
+
+    Source: Balle and Wang 2018, Theorem 8.
+
+    Args:
+        mu: sqrt(sum of sigma^-2).
+        delta: in (0, 1).
+    """
+    log_delta = math.log(delta)
+    if mu > 1e150:
+        return math.inf
+    if mu == 0 or gaussian_log_delta(0.0, mu) <= log_delta:
+        return 0.0
+    most = mu * (
+        mu / 2 + math.sqrt(-2 * log_delta)
+    )  # where the loss is larger with probability delta
+    found = most
+    if gaussian_log_delta(most, mu) < log_delta:  # otherwise the two are equal in float64
+        found = brentq(
+            lambda eps: gaussian_log_delta(eps, mu) - log_delta,
+            0, most, xtol=1e-12 * most, rtol=1e-13,
+        )  # fmt: skip
+    return float(found * (1 + 1e-9) + 1e-12 * most)
+
+
+def gaussian_log_delta(eps: float, mu: float) -> float:
+    """Return log(Phi(mu/2 - eps/mu) - exp(eps) Phi(-mu/2 - eps/mu))."""
+    near, far = mu / 2 - eps / mu, -mu / 2 - eps / mu
+    if near > 0:
+        ratio = math.exp(eps + log_ndtr(far) - log_ndtr(near))
+    else:  # both are tails, whose quotient is that of erfcx
+        ratio = float(erfcx(-far / math.sqrt(2)) / erfcx(-near / math.sqrt(2)))
+    return float(log_ndtr(near)) + (math.log1p(-ratio) if ratio < 1 else -math.inf)

@@ -23,7 +23,8 @@ from fastclip.accounting import (
 from fastclip.accounting.allocation import epoch_law
 from fastclip.accounting.ledger import Ledger, keep_ledger
 from fastclip.accounting.ledger_file import WriteAheadLog
-from fastclip.accounting.numerical import gaussian_epsilon, numerical_epsilon
+from fastclip.accounting.numerical import numerical_epsilon
+from fastclip.accounting.transforms import gaussian_epsilon
 from fastclip.clipping.schedules import ConstantNoise, StepNoise
 from fastclip.core.opacus_names import create_accountant
 from fastclip.errors import ArgumentError, FastclipError, StepError

@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import brentq
 
 from fastclip.accounting import epsilon, find_noise_multiplier, numerical
-from fastclip.accounting.numerical import gaussian_epsilon
+from fastclip.accounting.transforms import gaussian_epsilon
 from fastclip.errors import ArgumentError
 from tests.accounting.test_pld import gaussian_epsilon as by_definition
 from tests.accounting.test_pld import one_step_delta

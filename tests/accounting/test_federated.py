@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.accounting import FederatedLedger, epsilon
-from fastclip.accounting.numerical import gaussian_epsilon
+from fastclip.accounting.transforms import gaussian_epsilon
 from fastclip.counts import CountQuery, PrivateData
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.refusal import refused

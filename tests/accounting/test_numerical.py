@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastclip.accounting import epsilon, numerical
-from fastclip.accounting.numerical import _numerical_epsilon, numerical_epsilon
+from fastclip.accounting.numerical import _numerical_epsilon, numerical_epsilon, numerical_profile
 from fastclip.errors import FastclipError
 
 # python -m bench.accountants --reference
@@ -141,3 +141,30 @@ def test_many_multipliers_are_few_transforms(
     monkeypatch.setattr(numerical, "_MERGED", 0.0)
     apart = numerical_epsilon(history, delta)
     assert apart * (1 - 1e-3) <= found <= 1.01 * apart
+
+
+@pytest.mark.parametrize(
+    "history", [[(1.0, 0.01, 300)], [(0.5, 0.2, 5), (3.0, 1.0, 4)], [(0.8, 1.0, 1)]], ids=str
+)
+def test_a_profile_has_the_epsilons(history: list) -> None:
+    """Every pair holds, and none is looser than a search for its own delta by more than the mesh."""
+    profile = numerical_profile(history, 1e-10)
+    assert min(delta for _, delta in profile) <= 1e-10 * (1 + 1e-6)
+    checked = 0
+    for delta in (1e-9, 1e-6, 1e-3, 0.02):
+        tight = numerical_epsilon(history, delta)
+        least = min((eps for eps, it in profile if it <= delta), default=math.inf)
+        assert tight * (1 - 2e-3) <= least <= tight * (1 + 0.01) + 0.01
+        checked += least < math.inf
+    assert checked == 4
+
+
+@pytest.mark.parametrize(
+    ("history", "variation"),
+    [([], 0.0), ([(1e7, 1e-9, 1)], 0.0), ([(1e-3, 0.1, 3)], 1 - 0.9**3), ([(1e-3, 1.0, 1)], 1.0)],
+)
+def test_a_profile_of_the_ends(history: list, variation: float) -> None:
+    """Little noise is bounded by the probability of a sample to be drawn at all."""
+    assert min(delta for _, delta in numerical_profile(history, 1e-9)) == pytest.approx(
+        variation, abs=1e-9
+    )

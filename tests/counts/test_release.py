@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.accounting import epsilon
 from fastclip.accounting.ledger_file import WriteAheadLog
-from fastclip.accounting.numerical import gaussian_epsilon
+from fastclip.accounting.transforms import gaussian_epsilon
 from fastclip.counts import (
     TRAINING_SET,
     CountQuery,
