@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastclip.accounting.allocation import RandomAllocation
-from fastclip.accounting.attack import RATES, Attack, draw_attack, in_words, strongest_attack
+from fastclip.accounting.attack import PRIORS, RATES, Attack, in_words, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier, planned_steps
 from fastclip.accounting.epsilon import history
 from fastclip.accounting.forecast import Forecast, forecast, table
@@ -130,11 +130,23 @@ def _add_questions(add: Callable[..., Any]) -> None:
         type=float,
         nargs="*",
         metavar="RATE",
-        help="bounds on any attack: mu of Gaussian DP, and true-positive rates at these "
-        f"false-positive rates ({' '.join(f'{rate:g}' for rate in RATES)}), by pld if "
-        "dp-accounting is installed, else by rdp",
+        help="bounds on any attack, from the trade-off curve: membership advantage, reconstruction, mu "
+        "of Gaussian DP, and true-positive rates at these false-positive rates "
+        f"({' '.join(f'{rate:g}' for rate in RATES)})",
     )
-    add("--picture", metavar="FILE.png", help="plot the best attack (matplotlib), implies --attack")
+    add(
+        "--priors",
+        type=float,
+        nargs="+",
+        metavar="P",
+        help="probabilities of guessing a sample without the model, for the bound on reconstruction "
+        f"({' '.join(f'{prior:g}' for prior in PRIORS)}), implies --attack",
+    )
+    add(
+        "--picture",
+        metavar="FILE",
+        help="plot the trade-off curve as PNG, SVG or PDF (matplotlib), implies --attack",
+    )
     add("--json", action="store_true", help="print JSON")
 
 
@@ -154,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         delta = 1 / (10 * given.samples) if given.delta is None else given.delta
         planned, best = _answer(given, rate, delta)
         if given.picture is not None and best is not None:
-            title = f"epsilon = {planned.epsilon:.3g} at delta = {delta:.2g} ({given.accountant})"
-            draw_attack(best, title, given.picture)
+            title = f"epsilon {planned.epsilon:.3g} at delta {delta:.2g} ({given.accountant})"
+            _save(best.plot(title), given.picture)
     except FastclipError as error:
         command.error(str(error))
     if delta >= 1 / given.samples:
@@ -227,10 +239,22 @@ def _answer(given: argparse.Namespace, rate: Rate, delta: float) -> tuple[Foreca
         schedule, sigma, rate, steps, delta, accountant=given.accountant,
         count_noise_ratio=given.count_noise_ratio, trials=trials,
     )  # fmt: skip
-    if given.attack is None and given.picture is None:
+    if given.attack is None and given.priors is None and given.picture is None:
         return planned, None
     entries = history(schedule, sigma, rate, steps)
-    return planned, strongest_attack(entries, delta, given.attack or RATES)
+    return planned, strongest_attack(
+        entries, delta, given.attack or RATES, priors=given.priors or PRIORS
+    )
+
+
+def _save(figure: Any, path: str) -> None:
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"--picture expects a file that can be written, such as attack.png, got {path!r} "
+            f"({str(error).splitlines()[0].rstrip('.')})."
+        ) from error
 
 
 def _schedule(given: argparse.Namespace, steps: int) -> NoiseSchedule:
