@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
-from fastclip.accounting import NoiseLevels
+from fastclip.accounting import Attack, NoiseLevels, strongest_attack
 from fastclip.accounting.steps import Entry, encoded
 from fastclip.counts.lines import worded
 from fastclip.data.design import ALLOCATED, CYCLIC, GIVEN_ORDER, STREAM, SamplingDesign
@@ -79,8 +80,21 @@ class Mechanism:
         say("Mechanism.neighbours is deprecated. Use Mechanism.neighbors.", DeprecationWarning)
         return self.neighbors
 
+    @cached_property
+    def attack(self) -> Attack:
+        """Bounds on any attack on `taken`, from the trade-off curve of its privacy loss distribution.
+
+        They are computed when they are first read. Only `Attack.mu` depends on `delta`.
+        """
+        return strongest_attack(self.taken, self.delta)
+
+    @cached_property
+    def planned_attack(self) -> Attack | None:
+        """The same for `planned`, if the length of the run is known."""
+        return strongest_attack(self.planned, self.delta) if self.planned else None
+
     def as_json(self) -> dict[str, Any]:
-        """Plain values. An infinite epsilon is None."""
+        """Plain values, with the bounds on attacks. An infinite epsilon is None."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         found["noise"] = self.noise._asdict()
         for name, value in found.items():
@@ -88,6 +102,9 @@ class Mechanism:
                 found[name] = None
             elif isinstance(value, tuple):
                 found[name] = [_plain(x) if isinstance(x, tuple) else x for x in value]
+        planned = self.planned_attack
+        found["attack"] = self.attack.as_json()
+        found["planned_attack"] = None if planned is None else planned.as_json()
         return found
 
     def __str__(self) -> str:
@@ -122,11 +139,24 @@ class Mechanism:
         }
         width = max(map(len, facts))
         lines = [f"{name:<{width}}  {value}" for name, value in facts.items()]
-        for title in ("secure", "insecure", "trusted"):
-            entries = getattr(self, title)
+        lists = self._attacks() | {
+            title: getattr(self, title) for title in ("secure", "insecure", "trusted")
+        }
+        for title, entries in lists.items():
             lines.append(f"{title}:" if entries else f"{title}: nothing")
             lines += [f"  - {entry}" for entry in entries]
         return "\n".join(lines)
+
+    def _attacks(self) -> dict[str, tuple[str, ...]]:
+        """The bounds on any attack, in words, for the steps recorded and planned."""
+        unit, added = worded(self.unit), _GUARANTEE["added"].format(unit=worded(self.unit))
+        secret = "is in the data" if self.neighbors == added else "contributes to the training"
+        found = {}
+        if self.taken or not self.planned:
+            found["bounds on any attack, for the steps recorded"] = self.attack
+        if self.planned_attack is not None and self.planned != self.taken:
+            found["bounds on any attack, for the steps planned"] = self.planned_attack
+        return {title: attack.sentences(unit, secret) for title, attack in found.items()}
 
 
 def _plain(entry: Entry) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine, clipping
+from fastclip.accounting import strongest_attack
+from fastclip.accounting.attack import PRIORS, RATES
 from fastclip.clipping import Clipping, Hard
 from fastclip.errors import ArgumentError, StepError
 from tests.refusal import refused
@@ -193,6 +196,58 @@ def test_a_plan_of_many_steps() -> None:
     engine = FastPrivacyEngine()
     private(engine)
     assert engine.mechanism(epochs=1e9).planned == ((1.0, 1 / 3, 3 * 10**9),)
+
+
+# What an attacker can do
+
+
+def test_the_bounds_on_any_attack() -> None:
+    engine = FastPrivacyEngine(accountant="rdp")  # whose epsilons are looser than the curve
+    made = private(engine, **PUBLIC)
+    train(made)
+    found = engine.mechanism(delta=1e-3, epochs=3)
+    for attack, entries in ((found.attack, found.taken), (found.planned_attack, found.planned)):
+        assert attack.as_json() == strongest_attack(entries, 1e-3).as_json()
+        assert list(attack.true_positive_rates) == list(RATES)
+        assert list(attack.reconstruction) == list(PRIORS)
+    plain = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    assert plain["attack"] == found.attack.as_json()
+    assert plain["planned_attack"] == found.planned_attack.as_json()
+    said = str(found)
+    for attack, which in ((found.attack, "recorded"), (found.planned_attack, "planned")):
+        sentences = "\n".join(f"  - {each}" for each in attack.sentences())
+        assert f"bounds on any attack, for the steps {which}:\n{sentences}\n" in said
+    assert "whether this sample is in the data finds" in said
+
+
+def test_the_bounds_need_neither_delta_nor_steps() -> None:
+    engine = FastPrivacyEngine()
+    private(engine, **UNITS)
+    found = engine.mechanism()
+    assert found.planned_attack is None
+    assert found.attack.advantage == 0
+    assert found.as_json()["planned_attack"] is None
+    assert "whether this unit is in the data finds at most 0.1% of the units" in str(found)
+    planned = str(engine.mechanism(epochs=1))
+    assert "bounds on any attack, for the steps planned" in planned
+    assert "for the steps recorded:" not in planned
+
+
+def test_a_public_size_bounds_what_a_sample_contributes() -> None:
+    engine = FastPrivacyEngine()
+    train(private(engine))
+    found = engine.mechanism()
+    assert "whether this sample contributes to the training finds" in str(found)
+    assert 0 < found.attack.advantage < 1
+
+
+def test_truncated_batches_have_bounds() -> None:
+    pytest.importorskip("dp_accounting")
+    engine = FastPrivacyEngine(accountant="pld")
+    train(private(engine, max_batch_size=4, **PUBLIC))
+    found = engine.mechanism(delta=1e-5).attack
+    uncut = [(sigma, rate.rate, steps) for sigma, rate, steps in engine.accountant.history]
+    assert found.advantage > strongest_attack(uncut).advantage
 
 
 # At what the next step's noise is scaled
