@@ -284,6 +284,7 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
     "docs/federated.md": [federated, watched, dict],
     "docs/guarantee.md": [
         lambda: plain() | {"patient_of_row": torch.arange(64) // 2}, plain, private, suspended, plain,
+        dict,
     ],
     "docs/huggingface.md": [trainer],
     "docs/lightning.md": [lightning, lightning],
