@@ -162,13 +162,13 @@ class Attack(NamedTuple):
             f"{_percent(self.advantage)[:-1]} percentage points."
         )
         if self.reconstruction:
-            first, *others = [
+            (most, prior), *further = [
                 (_percent(most), _fraction(prior)) for prior, most in self.reconstruction.items()
             ]
             words.append(
                 f"An attacker who knows everything except this {unit} reconstructs it with probability "
-                f"at most {first[0]} if a guess without the model has probability {first[1]}"
-                + "".join(f", {most} if {prior}" for most, prior in others)
+                f"at most {most} if a guess without the model has probability {prior}"
+                + "".join(f", {more} if {other}" for more, other in further)
                 + "."
             )
         words.append(
