@@ -305,7 +305,7 @@ class _Sums(SumsOfOne):
         self.held[parameter] = clipped if before is None else before + clipped
 
 
-class _Rehearsed:
+class Rehearsed:
     """A pass that contributes nothing, with its losses and norms."""
 
     def __init__(self, grad_state: GradientState, run: Callable[[], Tensor]) -> None:
@@ -427,8 +427,8 @@ class Recording:
                 doc="compile-and-graphs",
             )
 
-    def _rehearse(self) -> _Rehearsed:
-        rehearsed = _Rehearsed(self._grad_state, self._pass)
+    def _rehearse(self) -> Rehearsed:
+        rehearsed = Rehearsed(self._grad_state, self._pass)
         rehearsed.sums(self._no_factors(rehearsed.norm_sq))
         return rehearsed
 
@@ -441,8 +441,8 @@ class Recording:
         return norm_sq.new_zeros(shape)
 
     def _capture(self) -> None:
-        def first() -> tuple[_Rehearsed, list[Tensor]]:
-            rehearsed = _Rehearsed(self._grad_state, self._pass)
+        def first() -> tuple[Rehearsed, list[Tensor]]:
+            rehearsed = Rehearsed(self._grad_state, self._pass)
             return rehearsed, [rehearsed.losses, rehearsed.norm_sq]
 
         self._first, rehearsed = self._recorder.capture(first)
@@ -467,7 +467,7 @@ class Recording:
             GraphError: they differ.
         """
         state = self._recorder.random_state()
-        expected = _Rehearsed(self._grad_state, self._pass)
+        expected = Rehearsed(self._grad_state, self._pass)
         dtype, norm_sq = expected.losses.dtype, expected.norm_sq.clone()
         losses = expected.losses.clone()
         sizes = norm_sq.sum(0).sqrt()

@@ -305,8 +305,7 @@ class FastPrivacyEngine(PrivacyEngine):
             epochs: length of the whole run, in passes; None for that of `make_private_with_epsilon`.
 
         Returns:
-            A `fastclip.engine.mechanism.Mechanism`: neighbors, privacy unit, sampling, noise per step,
-            sensitivity, steps recorded and planned, epsilon, what is secure and what is trusted.
+            A `fastclip.engine.mechanism.Mechanism`, with bounds on any attack.
 
         Raises:
             StepError: before make_private. ArgumentError: delta or epochs is out of range.
@@ -422,6 +421,7 @@ class FastPrivacyEngine(PrivacyEngine):
     def make_step(
         self, model: nn.Module, loss_function: Callable[..., Tensor], *,
         physical_batch: int | None = None, cuda_graph: bool = False, compile: bool = False,
+        deterministic: bool = False,
     ) -> Step:  # fmt: skip
         """Returns a function that trains on one batch, optionally compiled or replayed as CUDA graphs.
 
@@ -446,14 +446,15 @@ class FastPrivacyEngine(PrivacyEngine):
                 CPU the step runs without one, and warns once.
             compile: let inductor compile forward pass, loss, backward pass, norms and clipped sums
                 whole (docs/compile.md). A step that cannot be compiled warns once and runs as it is.
+            deterministic: fill smaller batches. Other samples change no bit (docs/threat_model.md).
 
         Raises:
-            ArgumentError: another model, samples that do not lie along axis 0, or both cuda_graph and
-                compile.
+            ArgumentError: another model, samples that do not lie along axis 0, or two of cuda_graph,
+                compile and deterministic.
         """
         return make_step(
-            self._grad_states() if self._runs else [], model, loss_function,
-            physical_batch=physical_batch, cuda_graph=cuda_graph, compile=compile,
+            self._grad_states() if self._runs else [], model, loss_function, compile=compile,
+            physical_batch=physical_batch, cuda_graph=cuda_graph, deterministic=deterministic,
         )  # fmt: skip
 
     def count(

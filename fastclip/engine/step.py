@@ -1,9 +1,10 @@
-"""`engine.make_step`: the pass of a training step as one call, compiled or replayed as CUDA graphs."""
+"""`engine.make_step`: the pass of a training step as one call: compiled, replayed, or of one size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fastclip.backward.guards import arm
+from fastclip.backward.python_nodes import arithmetic
 from fastclip.backward.state import GradientState
 from fastclip.clipping.policy import split_error
 from fastclip.core.autograd import reached_without
 from fastclip.core.checks import whole
-from fastclip.engine.capture import Frozen, Recording, check_decided, settled, surroundings
+from fastclip.engine.capture import (
+    Frozen,
+    Recording,
+    Rehearsed,
+    check_decided,
+    settled,
+    surroundings,
+)
 from fastclip.engine.graphs import Recorder, TracedRecorder, recorder_of
 from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError, say
 from fastclip.samples.inputs import flatten, rebuild
@@ -34,15 +43,17 @@ _Recorders = Callable[[torch.device], Recorder]
 
 def make_step(
     grad_states: Iterable[GradientState], model: nn.Module, loss_function: Callable[..., Tensor], *,
-    physical_batch: int | None, cuda_graph: bool, compile: bool,
+    physical_batch: int | None, cuda_graph: bool, compile: bool, deterministic: bool,
 ) -> Step:  # fmt: skip
     """`FastPrivacyEngine.make_step` for one of the models with these gradient states."""
-    for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
+    given = {"cuda_graph": cuda_graph, "compile": compile, "deterministic": deterministic}
+    for name, value in given.items():
         if not isinstance(value, bool):
             raise ArgumentError(f"{name} expects True or False, got {value!r}.")
-    if cuda_graph and compile:
+    if sum(given.values()) > 1:
+        both = " and ".join(name for name, value in given.items() if value)
         raise ArgumentError(
-            "cuda_graph and compile exclude each other. Pass one of them.",
+            f"{both} exclude each other. Pass one of them.",
             doc="unsupported-options",
         )
     if any(isinstance(part, FSDPModule) for part in model.modules()):
@@ -72,7 +83,7 @@ def make_step(
         )
     samples = _usual_samples(grad_state) if physical_batch is None else physical_batch
     samples = whole("physical_batch", samples, 1)
-    return Step(model, grad_state, loss_function, samples, cuda_graph, compile)
+    return Step(model, grad_state, loss_function, samples, cuda_graph, compile, deterministic)
 
 
 def _usual_samples(grad_state: GradientState) -> int:
@@ -98,15 +109,17 @@ class Step:
         physical_batch: number of samples that run at once.
         cuda_graph: replay CUDA graphs if the model is on a GPU.
         compiles: compile a pass whole, with norms and clipped sums.
+        fills: run every pass with `physical_batch` samples.
     """
 
     def __init__(
         self, model: nn.Module, grad_state: GradientState, loss_function: Callable[..., Tensor],
-        physical_batch: int, cuda_graph: bool, compiles: bool,
+        physical_batch: int, cuda_graph: bool, compiles: bool, fills: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._grad_state, self._losses_of = model, grad_state, loss_function
         self.physical_batch = physical_batch
         self._graphs, self._compiles, self._captures = cuda_graph, compiles, 0
+        self._fills = fills
         self._seen: set[Any] = set()
         self._new: Any = None
         """The kind of the current batch, if it is new."""
@@ -159,6 +172,17 @@ class Step:
                 f"into parts of {self.physical_batch}. Make a tensor of them, or pass a physical_batch "
                 "that holds every sampled batch."
             )
+        if self._fills and _lists(batch, samples):
+            raise BatchSizeError(
+                f"The batch holds a list of {samples} values, one per sample, which deterministic=True "
+                "cannot fill. Make a tensor of them, or omit deterministic."
+            )
+        if self._fills and any(_is_tensor(x) and x.requires_grad for x in leaves):
+            raise GraphError(
+                "A tensor of the batch has requires_grad=True, but a step with deterministic=True "
+                "computes no gradient for it. Detach it, or omit deterministic.",
+                doc="compile-and-graphs",
+            )
         recorder = self._recorder(device)
         totals: list[Tensor] = []
         norms: list[Tensor | None] = []
@@ -201,17 +225,19 @@ class Step:
                 doc="sampling",
             )
         units = batch.next_units is not None or (batch.draws is not None and batch.draws.by_units)
-        if batch.views > 1 and (len(parts) > 1 or self._graphs or self._compiles):
+        changed = len(parts) > 1 or self._graphs or self._compiles or self._fills
+        omitted = "deterministic" if self._fills else "cuda_graph and compile"
+        if batch.views > 1 and changed:
             raise StepError(
-                f"make_step with views={batch.views} neither captures nor splits a batch, here of "
-                f"{samples} samples. Omit cuda_graph and compile, and pass a physical_batch that holds "
+                f"make_step with views={batch.views} neither captures, fills nor splits a batch, "
+                f"here of {samples} samples. Omit {omitted}, and pass a physical_batch that holds "
                 "every sampled batch.",
                 doc="unsupported-options",
             )
-        if units and (len(parts) > 1 or self._graphs or self._compiles):
+        if units and changed:
             raise StepError(
-                "make_step with unit_ids neither captures nor splits a batch, because the number of "
-                "units varies. Omit cuda_graph and compile, and pass a physical_batch that holds every "
+                "make_step with unit_ids neither captures, fills nor splits a batch, because the number "
+                f"of units varies. Omit {omitted}, and pass a physical_batch that holds every "
                 "sampled batch.",
                 doc="privacy-units",
             )
@@ -236,6 +262,8 @@ class Step:
         self, leaves: list[Any], structure: Any, samples: int, recorder: _Recorders | None
     ) -> Tensor:
         """Let one physical batch contribute; returns its per-sample losses."""
+        if self._fills and samples:
+            return self._run_filled(leaves, structure, samples)
         if recorder is None or not samples:
             return self._run(leaves, structure)
         try:
@@ -261,6 +289,37 @@ class Step:
                 self._seen.clear()
             self._seen.add(new)
         return losses
+
+    def _run_filled(self, leaves: list[Any], structure: Any, samples: int) -> Tensor:
+        """Run a batch of `physical_batch` samples, of which the first `samples` contribute.
+
+        While steps are traced, the batch runs alone first and contributes nothing. What is found about
+        it raises an error there.
+        """
+        grad_state = self._grad_state
+        traced = grad_state.trace.wanted
+        if traced:
+            Rehearsed(grad_state, partial(self._run, leaves, structure))
+        with grad_state.trace.untraced() if traced else nullcontext():
+            filled = [_filled(x, self.physical_batch) if _is_tensor(x) else x for x in leaves]
+            found = Rehearsed(grad_state, partial(self._run, filled, structure))
+        batch, norm_sq = (
+            grad_state.batch,
+            grad_state.trace.guarded(found.norm_sq, self.physical_batch),
+        )
+
+        def write(scales: Tensor) -> None:
+            factors = scales.new_zeros(*scales.shape[:-1], self.physical_batch)
+            factors[..., :samples] = scales * found.factor
+            found.current.write(grad_state.sums, 1.0, factors)
+
+        batch.begin_pass()
+        with arithmetic(grad_state.names):
+            sampled = batch.find(samples)
+            grad_state.contribute(
+                norm_sq[:, :samples], found.layers(), sampled, samples, found.calls, write
+            )
+        return found.losses[:samples]
 
     def _run(self, leaves: list[Any], structure: Any) -> Tensor:
         """Run forward pass, loss and backward pass, as a training loop would."""
@@ -401,6 +460,12 @@ def _kind(leaves: list[Any]) -> tuple[Any, ...]:
 
 def _room(x: Tensor, samples: int) -> Tensor:
     return x.new_empty(samples, *x.shape[1:])
+
+
+def _filled(x: Tensor, samples: int) -> Tensor:
+    room = _room(x, samples)
+    _fill(room, x)
+    return room
 
 
 def _fill(room: Tensor, x: Tensor) -> None:
