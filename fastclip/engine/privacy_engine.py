@@ -446,7 +446,7 @@ class FastPrivacyEngine(PrivacyEngine):
                 CPU the step runs without one, and warns once.
             compile: let inductor compile forward pass, loss, backward pass, norms and clipped sums
                 whole (docs/compile.md). A step that cannot be compiled warns once and runs as it is.
-            deterministic: fill smaller batches. Other samples change no bit (docs/threat_model.md).
+            deterministic: fill smaller batches, so every pass has one size (docs/threat_model.md).
 
         Raises:
             ArgumentError: another model, samples that do not lie along axis 0, or two of cuda_graph,
