@@ -42,7 +42,7 @@ LOADED_LATER = {"fastclip._C", "fastclip._host", "fastclip._path", "fastclip._st
 """Built from csrc/, where no module of ours is seen."""
 
 LIMITS = {
-    "folders": 23, "floors": 10, "imports between folders": 112, "circles": 0, "files": 226,
+    "folders": 23, "floors": 10, "imports between folders": 112, "circles": 0, "files": 228,
     "files under 100 lines": 25, "lines of a file": 700, "modules of a folder": 18,
     "lines of a function": 60,
 }  # fmt: skip
