@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scipy.optimize import brentq
 
-from fastclip.accounting import epsilon, find_noise_multiplier, numerical
+from fastclip.accounting import epsilon, find_noise_multiplier, numerical, transforms
 from fastclip.accounting.transforms import gaussian_epsilon
 from fastclip.errors import ArgumentError
 from tests.accounting.test_pld import gaussian_epsilon as by_definition
@@ -97,6 +97,6 @@ def test_many_steps_of_full_batches(mu: float, steps: int) -> None:
 
 def test_nothing_that_a_failing_computation_left_is_stated(monkeypatch: Any) -> None:
     """A NaN is no small number."""
-    monkeypatch.setattr(numerical, "irfft", lambda change, length: [math.nan] * length)
+    monkeypatch.setattr(transforms, "irfft", lambda change, length: [math.nan] * length)
     with pytest.raises(ArgumentError, match="The prv accountant failed"):
         epsilon([(1.2345, 0.01, 100)], 1e-5)
