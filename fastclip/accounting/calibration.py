@@ -26,6 +26,9 @@ _FIRST, _LARGEST = 20.0, 1e6
 _HALVINGS = 100
 _SHARE = 0.01
 """Largest share of the target by which epsilon may stay below it, for any tolerance."""
+_MARGIN, _TRIES, _SLOPE = 0.15, 2, -1.5
+"""Of a bracket: its distance in units of the tolerance, attempts per end, and a first guess of the slope
+of log epsilon over log sigma."""
 
 
 def find_noise_multiplier(
@@ -39,6 +42,7 @@ def find_noise_multiplier(
     accountant: str = "prv",
     epsilon_tolerance: float = 0.01,
     reserved: History = (),
+    near: float | None = None,
     **options: Any,
 ) -> float:
     """Find sigma_1 for which a planned run of `steps` steps spends its privacy budget.
@@ -61,6 +65,8 @@ def find_noise_multiplier(
         epsilon_tolerance: how far below the target epsilon may stay, at most 1 % of the target.
         reserved: (noise multiplier, sample rate, steps) of other releases that the budget has to cover,
             such as counts of the training set. Their noise is fixed.
+        near: a guess of sigma_1, which saves evaluations. The result is unchanged as long as the
+            accountant's epsilon falls with sigma.
         options: options of the accountant (`eps_error`, `delta_error`; `alphas`).
 
     Returns:
@@ -105,7 +111,12 @@ def find_noise_multiplier(
             "for training. Raise their noise_multiplier, or reserve fewer counts.",
             doc="privacy-budget",
         )
-    return _search(spent, target, min(tolerance, _SHARE * target), accountant) / min(factors)
+    tolerance = min(tolerance, _SHARE * target)
+    if near is not None:
+        falling = _Falling(spent, target, tolerance)
+        falling.bracket(positive("near", near) * min(factors))
+        return _search(falling, target, tolerance, accountant) / min(factors)
+    return _search(spent, target, tolerance, accountant) / min(factors)
 
 
 def steps_of(rate: float, epochs: float = 1) -> int:
@@ -162,6 +173,61 @@ def _search(
         else:
             low = middle
     return high
+
+
+class _Falling:
+    """Epsilon as a falling function of sigma, evaluated only if its earlier values leave a doubt.
+
+    Bisection asks whether epsilon is above the target, within the tolerance, or below both. A value
+    above the target answers for all smaller sigma, and one below the tolerance for all larger sigma.
+
+    Args:
+        spent: epsilon at a multiplier.
+        target: epsilon of the budget.
+        tolerance: how far below the target epsilon may stay.
+    """
+
+    def __init__(self, spent: Callable[[float], float], target: float, tolerance: float) -> None:
+        self._spent, self._target, self._least = spent, target, target - tolerance
+        self._small, self._high = 0.0, math.inf  # the largest sigma with epsilon above the target
+        self._large, self._low = math.inf, 0.0  # the smallest one with epsilon below the tolerance
+        self._points: list[tuple[float, float]] = []  # logarithms of sigma and epsilon
+
+    def __call__(self, sigma: float) -> float:
+        """Return epsilon, or that of a known sigma if both are on the same side of the interval."""
+        if sigma <= self._small:
+            return self._high
+        if sigma >= self._large:
+            return self._low
+        found = self._spent(sigma)
+        if found > self._target:
+            self._small, self._high = sigma, found
+        elif found < self._least:
+            self._large, self._low = sigma, found
+        if 0 < found < math.inf:
+            self._points.append((math.log(sigma), math.log(found)))
+        return found
+
+    def bracket(self, guess: float) -> None:
+        """Evaluate at a guess, and then just outside of both ends of the interval."""
+        margin = _MARGIN * (self._target - self._least)
+        self(guess)
+        for _ in range(_TRIES):
+            if self._points and self._low < self._least - 3 * margin:
+                self(self._at(self._least - margin))
+        for _ in range(_TRIES):
+            if self._points and self._high > self._target + 3 * margin:
+                self(self._at(self._target + margin))
+
+    def _at(self, wanted: float) -> float:
+        """Return about the sigma of an epsilon, by a power law through the last points."""
+        x, y = self._points[-1]
+        slope = _SLOPE
+        if len(self._points) > 1:
+            before, value = self._points[-2]
+            slope = (y - value) / (x - before) if x != before else slope
+        slope = min(max(slope, -20.0), -0.3)
+        return math.exp(x + min(max((math.log(wanted) - y) / slope, -0.7), 0.7))
 
 
 def _unreachable(target: float, accountant: str, reached: float, sigma: float) -> ArgumentError:

@@ -207,3 +207,33 @@ def test_refused(changed: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         find_noise_multiplier(**{**RUN, "target_epsilon": 1.0, **changed})
     assert cause_and_fix(caught.value)
+
+
+@pytest.mark.parametrize("near", [1e-3, 0.7, 1.37, 40.0])
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_a_guess_changes_nothing(accountant: str, near: float) -> None:
+    budget = {
+        **RUN,
+        "target_epsilon": 1.5,
+        "accountant": accountant,
+        "schedule": StagedNoise(STEPS),
+    }
+    assert find_noise_multiplier(**budget, near=near) == find_noise_multiplier(**budget)
+
+
+def test_a_good_guess_saves_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        calibration, "epsilon", lambda *run, **_: asked.append(run) or epsilon(*run)
+    )
+    budget = {**RUN, "target_epsilon": 1.5, "accountant": "rdp"}
+    sigma = find_noise_multiplier(**budget)
+    whole = len(asked)
+    asked.clear()
+    assert find_noise_multiplier(**budget, near=1.02 * sigma) == sigma
+    assert len(asked) <= 7 < whole
+
+
+def test_a_guess_is_a_positive_number() -> None:
+    with pytest.raises(ArgumentError, match="near expects"):
+        find_noise_multiplier(**RUN, target_epsilon=1.0, near=0.0)
