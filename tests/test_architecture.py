@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "distributed": "ops",
     "accounting": "distributed",
     "samples": "distributed trace",
+    "plan": "accounting",
     "data": "accounting trace _moved",
     "rules": "samples",
     "counts": "data",
@@ -42,7 +43,7 @@ LOADED_LATER = {"fastclip._C", "fastclip._host", "fastclip._path", "fastclip._st
 """Built from csrc/, where no module of ours is seen."""
 
 LIMITS = {
-    "folders": 23, "floors": 10, "imports between folders": 112, "circles": 0, "files": 228,
+    "folders": 24, "floors": 10, "imports between folders": 115, "circles": 0, "files": 233,
     "files under 100 lines": 25, "lines of a file": 700, "modules of a folder": 18,
     "lines of a function": 60,
 }  # fmt: skip
