@@ -295,6 +295,7 @@ SCENES: dict[str, list[Callable[[], Known] | str | None]] = {
         evaluated, evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private,
         private, plain,
     ],
+    "docs/planning.md": [plain],
     "docs/recipes.md": [*recipes.SCENES],
     "docs/secure_mode.md": [plain],
 }  # fmt: skip
