@@ -311,10 +311,12 @@ def noise_for(
         )
     schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
     records = planned_history(design, schedule, 1.0, epochs)
+    if design.sampler != ALLOCATED:  # whose real steps find_noise_multiplier puts into epochs
+        steps = sum(count for *_, count in records)
+        schedule = AsPlanned(design, schedule, epochs)
     sigma = find_noise_multiplier(
-        target_epsilon=target[0], target_delta=target[1], sample_rate=records[0][1],
-        steps=sum(count for *_, count in records), schedule=AsPlanned(design, schedule, epochs),
-        accountant=ledger.mechanism(), reserved=reserved, **accounting,
+        target_epsilon=target[0], target_delta=target[1], sample_rate=records[0][1], steps=steps,
+        schedule=schedule, accountant=ledger.mechanism(), reserved=reserved, **accounting,
     )  # fmt: skip
     least, size = sigma * min(factor for factor, *_ in records), design.expected_batch_size
     if (

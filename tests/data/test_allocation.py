@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from fastclip import FastPrivacyEngine
+from fastclip.accounting import epsilon
 from fastclip.accounting.allocation import RandomAllocation
 from fastclip.clipping import StepNoise, dp_sgd
 from fastclip.data.sampling import Allocation, OwnOrder, Poisson, allocation
@@ -308,3 +309,22 @@ def test_a_budget_in_whole_passes() -> None:
         for x, _ in made[2]:
             step(made[0], made[1], x)
     assert 1.97 <= engine.get_epsilon(1e-5) <= 2.0
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_budget_of_falling_noise(times: int, epochs: int) -> None:
+    """The planned history spends the target, at the least noise of each pass."""
+    noise = StepNoise(20 * epochs, 3, decay=0.7)
+    model = nn.Linear(3, 2)
+    engine = FastPrivacyEngine()
+    made = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epochs=epochs,
+        data_loader=DataLoader(data(40), 2), target_epsilon=2.0, target_delta=1e-5,
+        max_grad_norm=1.0, sampling=Allocation(times),
+        clipping=replace(dp_sgd(), noise=noise),
+    )  # fmt: skip
+    planned = engine.mechanism().planned
+    assert sum(count for *_, count in planned) == epochs
+    assert planned[0][0] <= made[1].noise_multiplier
+    assert 1.97 <= epsilon(planned, 1e-5) <= 2.0
