@@ -27,7 +27,8 @@ PUBLIC = (
     "fastclip", "fastclip.accounting", "fastclip.audit", "fastclip.clipping", "fastclip.counts",
     "fastclip.data", "fastclip.engine", "fastclip.errors", "fastclip.fairness", "fastclip.integrations",
     "fastclip.integrations.huggingface", "fastclip.integrations.lightning", "fastclip.integrations.trl",
-    "fastclip.losses", "fastclip.monitor", "fastclip.opacus", "fastclip.plan", "fastclip.rules", "fastclip.testing",
+    "fastclip.losses", "fastclip.monitor", "fastclip.opacus", "fastclip.plan", "fastclip.rules",
+    "fastclip.testing",
 )  # fmt: skip
 """Packages and modules whose public names users import."""
 NOT_IN_ITSELF = {
