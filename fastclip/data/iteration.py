@@ -128,6 +128,8 @@ class Iteration:
     """A batch is a number of samples asked of a stream, which may give fewer, or none."""
     first: int = 0
     """Position of the first batch."""
+    begun: Any = None
+    """State of the sampler's stream at its start. None if the sampler keeps none."""
     done: int = 0
     """Number of its batches up to the last released one, also before a resume."""
     turn: int | None = None

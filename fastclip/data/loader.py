@@ -131,7 +131,7 @@ def _watch(
     def watched(self: Any) -> _Watched:
         if same is not None:
             same.check()
-        return _Watched(kind.__iter__(self), draws, distinct, check)
+        return _Watched(kind.__iter__(self), draws, distinct, check, self)
 
     def reduce(self: Any, protocol: Any) -> Any:
         return _rebuild, (plain, self.__dict__)  # a copy does not report
@@ -147,10 +147,10 @@ class _Watched:
 
     def __init__(
         self, samples: Iterator[Any], draws: SampledBatches, distinct: Distinct | None,
-        check: Callable[[], None],
+        check: Callable[[], None], sampler: Any,
     ) -> None:  # fmt: skip
         check_not_sharded(reading())
-        self._sampled, self._draws, self._check = samples, draws, check
+        self._sampled, self._draws, self._check, self._sampler = samples, draws, check, sampler
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration(stream=draws.stream)
         self.released_by: list[Any] = []
@@ -172,6 +172,8 @@ class _Watched:
         except StopIteration:
             self._draws.exhausted(self._iteration)
             raise
+        if not self._iteration.drawn:
+            self._iteration.begun = getattr(self._sampler, "begun", None)
         count = len(drawn) if self._distinct is None else self._distinct.check(drawn)
         units = drawn if isinstance(drawn, UnitBatch) else None
         if units is not None:

@@ -30,11 +30,17 @@ def save_sampling(
 ) -> None:
     """Implements `FastPrivacyEngine.save_sampling`."""
     sampler, newest = _sampler_of(loader), releases.draws.newest
-    state, done, recorded = sampler.begun, 0, math.inf
-    if newest is not None:
-        done, recorded = newest.done, newest.recorded if newest.left else math.inf
-    if state is None or done >= sampler.steps:  # the next batch begins a pass
+    if newest is not None and newest.begun is not sampler.begun:
+        raise StepError(
+            "Two passes over the data loader were open at once, so the rest of neither can be drawn "
+            "again. Resume with a new pass over the data.",
+            doc="checkpoints",
+        )
+    if newest is None or newest.done >= sampler.steps:  # the next batch begins a pass
         state, done, recorded = sampler.stream().get_state(), 0, math.inf
+    else:
+        state, done = newest.begun, newest.done
+        recorded = newest.recorded if newest.left else math.inf
     saved = {
         "design": releases.design.described(), "state": state, "done": done, "recorded": recorded,
         "steps": _recorded(releases.ledger), KEY: stamp(),

@@ -318,10 +318,9 @@ def noise_for(
         target_epsilon=target[0], target_delta=target[1], sample_rate=records[0][1], steps=steps,
         schedule=schedule, accountant=ledger.mechanism(), reserved=reserved, **accounting,
     )  # fmt: skip
+    # B clipped gradients have a mean of norm S at most, and the noise is sigma S / B
     least, size = sigma * min(factor for factor, *_ in records), design.expected_batch_size
-    if (
-        least > size
-    ):  # B clipped gradients have a mean of norm S at most, and the noise is sigma S / B
+    if least > size:
         say(
             f"target_epsilon={target[0]:g} needs sigma = {least:.4g} for B = {size:g}, so the noise of "
             f"each parameter is {least / size:.3g} (sigma / B) times the largest norm of the clipped "

@@ -156,6 +156,19 @@ def test_a_ledger_of_another_moment(tmp_path: Path) -> None:
         other.engine.load_sampling(tmp_path / "sampling")
 
 
+def test_two_passes_at_once(tmp_path: Path) -> None:
+    """The stream of both is one, so neither can be drawn again."""
+    run = Run(sampling="poisson")
+    outer = iter(run.loader)
+    next(outer)
+    run.take(2)
+    next(outer)
+    with refused("Two passes over the data loader were open", StepError):
+        run.save(tmp_path)
+    run.take(1)
+    run.save(tmp_path)
+
+
 def test_only_the_owner_reads_it(tmp_path: Path) -> None:
     (tmp_path / "sampling").touch(mode=0o666)
     run = Run(sampling="allocation")
