@@ -196,7 +196,7 @@ def p_values_of_draws(
     """
     whole = bool(((draws == 0) | (draws == 1)).all())
     came = draws.numpy() == 1
-    if isinstance(rates[0], RandomAllocation):
+    if rates and isinstance(rates[0], RandomAllocation):
         return {"whole": float(whole and set(rates) == {rates[0]})} | _of_allocation(came, rates[0])
     factors = np.ones(came.shape[1]) if weights is None else weights.numpy()
     q = np.asarray([probability(rate) for rate in rates])[:, None] * factors

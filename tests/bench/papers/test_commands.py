@@ -42,7 +42,7 @@ def test_every_preset_is_a_strategy() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["run", "nothing"], "no experiment nothing; there are: digits,"),
+        (["run", "nothing"], "No experiment nothing; there are: digits,"),
         (["run", "adult-xu"], "Adult"),
         (["run", "adult-xu", "--data", "nowhere"], "nowhere"),
         (["run", "digits", "--paper-sigma"], "the paper of digits states no noise multiplier"),
