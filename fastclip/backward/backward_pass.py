@@ -107,8 +107,8 @@ class BackwardPass:
         """Check that a layer's contribution may enter; the first one begins the pass."""
         if forward.finished:
             raise GraphError(
-                f"A second backward pass reached {where(path)} over one forward pass, so each loss "
-                "would be clipped separately. Add the losses, and call backward() once.",
+                f"A second backward pass over one forward pass reached a layer ({where(path)}), so each "
+                "loss would be clipped separately. Add the losses, and call backward() once.",
                 doc="second-backward",
             )
         if forward not in self.forwards:
