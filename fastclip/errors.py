@@ -44,7 +44,7 @@ ANCHORS = frozenset({
 })  # fmt: skip
 """The headings of docs/errors.md that a message may name."""
 _SEE = re.compile(r"\.? See errors\.html#([\w-]+)")
-_OPENS = re.compile(r"(?:an?|the|this|these|that|each|every|no|its|your) ")
+_OPENS = re.compile(r"(?:an?|the|this|these|that|each|every|no|its|your) (?!expects )")
 """How a sentence begins. A message that begins otherwise names an argument or a path."""
 
 

@@ -230,7 +230,7 @@ def as_many_steps_as_samples() -> AbstractContextManager[None]:
 
 
 def _any_group(sampler: PoissonSampler, own: Any) -> Tensor:
-    sampler.turn = int(torch.randint(sampler.groups, ()))
+    sampler.turn = int(torch.randint(sampler.groups, (), device="cpu"))
     return own(sampler)
 
 
