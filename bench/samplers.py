@@ -28,7 +28,7 @@ from bench.papers.data.dataset import Dataset
 from fastclip import FastPrivacyEngine
 
 SAMPLERS, EPSILONS, DELTA = ("loader", "poisson", "allocation"), (1.0, 3.0), 1e-5
-BATCH, EPOCHS = 256, 10
+BATCH, EPOCHS = 256, 5
 RATES = {"adult": 2.0, "mnist": 0.5}
 """Learning rates of SGD, the same for all samplers."""
 
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     if given.out is not None:
         about = {
-            "machine": machine("cpu"), "versions": versions(), "date": now(), "seeds": given.seeds,
+            "machine": machine(), "versions": versions(), "date": now(), "seeds": given.seeds,
             "batch": BATCH, "epochs": EPOCHS, "delta": DELTA, "learning_rates": RATES,
             "notes": {name: list(each.notes) for name, each in data.items()},
         }  # fmt: skip
