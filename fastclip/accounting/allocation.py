@@ -37,6 +37,28 @@ from fastclip.core.checks import keep, whole
 from fastclip.errors import ArgumentError, StepError
 
 
+def one_batch(rate: Any, joined: object, kind: str) -> Any:
+    """Return `rate`, which Opacus multiplies by the batches of a step, if that number is 1.
+
+    Args:
+        rate: a sampling other than a number.
+        joined: the number of batches.
+        kind: what the batches are, for the message.
+
+    Raises:
+        StepError: for several sampled batches in one step, for which no accounting is known.
+    """
+    if type(joined) is not int:
+        return NotImplemented
+    if joined != 1:
+        raise StepError(
+            f"This step joins {joined} {kind}, and no accounting is known for that. Call "
+            "optimizer.step() after every sampled batch.",
+            doc="privacy-budget",
+        )
+    return rate
+
+
 @dataclass(frozen=True)
 class RandomAllocation:
     """Sampling of one epoch: each sample is in exactly `times` of its `steps` batches.
@@ -73,15 +95,7 @@ class RandomAllocation:
         Raises:
             StepError: for several sampled batches in one step, for which no accounting is known.
         """
-        if type(joined) is not int:
-            return NotImplemented
-        if joined != 1:
-            raise StepError(
-                f"This step joins {joined} batches of a random allocation, and no accounting is known "
-                "for that. Call optimizer.step() after every sampled batch.",
-                doc="privacy-budget",
-            )
-        return self
+        return one_batch(self, joined, "batches of a random allocation")
 
     def blocks(self) -> dict[int, int]:
         """Return the blocks of steps of which each contains a sample once, {steps: blocks}.

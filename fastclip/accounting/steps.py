@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
-from fastclip.accounting.allocation import RandomAllocation
+from fastclip.accounting.allocation import RandomAllocation, one_batch
 from fastclip.core.checks import between, keep, whole
 from fastclip.core.opacus_names import mechanism_of
 from fastclip.core.system import this_process
-from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
+from fastclip.errors import ArgumentError, ArgumentTypeError
 
 # -------------------------------------------------------------------------------------------------
 # The unit that the steps of one accountant protect. Its epsilon covers all of them.
@@ -144,16 +144,8 @@ class TruncatedPoisson:
         Raises:
             StepError: for several sampled batches in one step, for which no accounting is known.
         """
-        if type(joined) is not int:
-            return NotImplemented
-        if joined != 1:
-            raise StepError(
-                f"This step joins {joined} sampled batches truncated to max_batch_size="
-                f"{self.max_batch_size}, and no accounting is known for that. Call optimizer.step() "
-                "after every sampled batch.",
-                doc="privacy-budget",
-            )
-        return self
+        kind = f"sampled batches truncated to max_batch_size={self.max_batch_size}"
+        return one_batch(self, joined, kind)
 
 
 Rate: TypeAlias = "float | TruncatedPoisson | RandomAllocation"
