@@ -55,11 +55,17 @@ _UNITS = (
     "The data loader draws units already. Pass the data loader that you gave to make_private, and "
     "unit_ids again."
 )
-_ALLOCATED = (
-    "The data loader allocates its samples to batches already. Pass the data loader that you gave to "
-    "make_private."
-)
 _HELD_OUT = ". Pass a data loader over torch.utils.data.Subset(dataset, indices), without a sampler"
+
+
+def _check_plain(sampler: Any) -> None:
+    """Checks that a sampler of fastclip draws by Poisson sampling, not by an allocation or in turn."""
+    if getattr(sampler, "times", None) is not None or getattr(sampler, "groups", 1) > 1:
+        raise ArgumentError(
+            "The data loader samples by an allocation or from groups in turn already. Pass the data "
+            "loader that you gave to make_private.",
+            doc="sampling",
+        )
 
 
 def check_loader(data_loader: Any) -> None:
@@ -200,8 +206,7 @@ def _weights(sampler: WeightedRandomSampler, samples: int) -> Tensor:
 
 def _as_before(sampler: Any, samples: int) -> SamplerKind:
     """Returns the samples and rate of a loader that uses Poisson sampling already, if unchanged."""
-    if getattr(sampler, "times", None) is not None:
-        raise ArgumentError(_ALLOCATED, doc="sampling")
+    _check_plain(sampler)
     if getattr(sampler, "max_batch_size", None) is not None:
         raise ArgumentError(
             "The data loader truncates its batches already (max_batch_size). Pass the data loader that "
@@ -244,8 +249,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
         return None
     if isinstance(sampler, UnitSampler):
         raise ArgumentError(_UNITS, doc="privacy-units")
-    if getattr(sampler, "times", None) is not None:
-        raise ArgumentError(_ALLOCATED, doc="sampling")
+    _check_plain(sampler)
     samples = len(data_loader.dataset)  # type: ignore[arg-type]
     inner = sampler
     while hasattr(inner, "sampler"):

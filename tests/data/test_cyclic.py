@@ -85,6 +85,13 @@ def test_units_are_drawn_from_their_group() -> None:
         assert (samples // 3 % B == number % B).all()
 
 
+def test_a_loader_that_samples_in_turn_already() -> None:
+    *_, loader = private()
+    for sampling in (CyclicPoisson(B), "poisson", "allocation", "loader"):
+        with refused("the data loader that you gave to make_private", ArgumentError):
+            private(loader, sampling=sampling)
+
+
 def test_errors() -> None:
     with refused("fewer groups", ArgumentError):
         private(sampling=CyclicPoisson(T + 1))
